@@ -1,0 +1,192 @@
+"""What one rank says, what several say together, and what follows from it: no communication here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+REASONS_PER_TALLY = 8
+REASON_LENGTH = 1000
+
+
+class Word(str, Enum):
+    """What a rank can say about a call, and what all its ranks then do.
+
+    As a decision: ``GO`` runs the local pass everywhere, ``WARM`` opens the channels only, ``OFF``,
+    ``SKIP`` and ``REFUSE`` run the real schedule at once, ``FAILED`` ends in an error on every rank.
+    """
+
+    GO = "go"
+    WARM = "warm"
+    OFF = "off"
+    SKIP = "skip"
+    REFUSE = "refuse"
+    FAILED = "failed"
+
+
+GRAVEST_FIRST = (Word.FAILED, Word.REFUSE, Word.SKIP, Word.OFF, Word.GO, Word.WARM)
+
+
+class Reason(NamedTuple):
+    """Why one rank said what it said.
+
+    Attributes:
+        rank: The global rank.
+        word: What it said.
+        reason: Why, in its own words.
+    """
+
+    rank: int
+    word: Word
+    reason: str
+
+
+class Spread(NamedTuple):
+    """One number, such as a phase's seconds, over several ranks.
+
+    Attributes:
+        least: The smallest.
+        most: The largest.
+        rank: The global rank that has the largest.
+    """
+
+    least: float
+    most: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one rank says, or several together; its size does not grow with their number.
+
+    Attributes:
+        speaker: The global rank that says it for them.
+        words: How many ranks said which word.
+        reasons: The gravest reasons, at most `REASONS_PER_TALLY`.
+        detail: Every number that the ranks gave, as its spread.
+    """
+
+    speaker: int
+    words: Mapping[Word, int]
+    reasons: tuple[Reason, ...] = ()
+    detail: Mapping[str, Spread] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rank: int, word: Word, reason: str = "", detail: Mapping[str, float] | None = None) -> Tally:
+        """Say what one rank says."""
+        named = bool(reason) or word not in (Word.GO, Word.WARM)
+        reasons = (Reason(rank, word, reason[:REASON_LENGTH]),) if named else ()
+        spreads = {name: Spread(number, number, rank) for name, number in (detail or {}).items()}
+        return cls(rank, {word: 1}, reasons, spreads)
+
+    @classmethod
+    def together(cls, speaker: int, tallies: Sequence[Tally]) -> Tally:
+        """Put together what several tallies say."""
+        words = Counter[Word]()
+        spreads: dict[str, list[Spread]] = {}
+        for tally in tallies:
+            words.update(tally.words)
+            for name, spread in tally.detail.items():
+                spreads.setdefault(name, []).append(spread)
+        reasons = gravest(reason for tally in tallies for reason in tally.reasons)
+        detail = {name: _wider(found) for name, found in spreads.items()}
+        return cls(speaker, dict(words), reasons[:REASONS_PER_TALLY], detail)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks are counted."""
+        return sum(self.words.values())
+
+    def line(self) -> str:
+        """Write this as one line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Tally:
+        """Read what `line` wrote, already parsed."""
+        return cls(
+            said["speaker"],
+            {Word(word): count for word, count in said["words"].items()},
+            _read_reasons(said["reasons"]),
+            {name: Spread(*spread) for name, spread in said["detail"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks of a call do, decided once for all of them.
+
+    Attributes:
+        word: What to do.
+        reasons: Why, gravest first, with the global ranks.
+        stages: What each stage said, in pipeline order; empty where one rank alone decided for all
+            (it failed, or found another one silent).
+        silent: Which ranks gave no sign of life and what they were last seen doing; "" if all spoke.
+    """
+
+    word: Word
+    reasons: tuple[Reason, ...] = ()
+    stages: tuple[Tally, ...] = ()
+    silent: str = ""
+
+    def text(self) -> str:
+        """Write this as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Decision:
+        """Read what `text` wrote."""
+        said = json.loads(text)
+        stages = tuple(Tally.read(stage) for stage in said["stages"])
+        return cls(Word(said["word"]), _read_reasons(said["reasons"]), stages, said["silent"])
+
+
+def decide(stages: Sequence[Tally]) -> Decision:
+    """Decide for all ranks from what the stages say.
+
+    One failure fails the call on all ranks, one refusal refuses it, one skip skips it. Where some
+    ranks have the warmup switched off and others not, nobody warms up, and the reasons name those
+    that have it off. Where all are warm, only the channels are opened; where some are, all run the pass.
+
+    Args:
+        stages: What each stage says, in pipeline order.
+
+    Returns:
+        The decision: the same from the same words, whoever computes it.
+
+    Example:
+        >>> decide([Tally.of(0, Word.GO), Tally.of(1, Word.WARM)]).word.value
+        'go'
+    """
+    words = Counter[Word]()
+    for stage in stages:
+        words.update(stage.words)
+    reasons = gravest(reason for stage in stages for reason in stage.reasons)
+    return Decision(_word(words), reasons, tuple(stages))
+
+
+def _word(words: Mapping[Word, int]) -> Word:
+    for grave in (Word.FAILED, Word.REFUSE, Word.SKIP):
+        if words.get(grave):
+            return grave
+    if words.get(Word.OFF):
+        return Word.OFF if set(words) == {Word.OFF} else Word.SKIP
+    return Word.GO if words.get(Word.GO) else Word.WARM
+
+
+def gravest(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    """Sort reasons by how grave they are, then by rank."""
+    return tuple(sorted(reasons, key=lambda reason: (GRAVEST_FIRST.index(reason.word), reason.rank)))
+
+
+def _wider(spreads: Sequence[Spread]) -> Spread:
+    most, rank = max((spread.most, -spread.rank) for spread in spreads)
+    return Spread(min(spread.least for spread in spreads), most, -rank)
+
+
+def _read_reasons(said: Iterable[Sequence[Any]]) -> tuple[Reason, ...]:
+    return tuple(Reason(rank, Word(word), reason) for rank, word, reason in said)

@@ -1,0 +1,126 @@
+"""What one call of Megatron's schedule says, read once and passed to every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup._random import CallerRandom
+from pp_free_warmup.errors import UnsupportedSetup
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ScheduleCall:
+    """One call of a schedule function; strong references, so it must not outlive the call.
+
+    Attributes:
+        keywords: The keyword arguments as the caller passed them.
+        chunks: The model chunks of this rank, as passed (wrapped or not), in virtual-stage order.
+        iterators: What the caller passed as data, one entry per chunk; None where there is none.
+        config: Megatron's config of the first chunk.
+        groups: The process groups that this call uses.
+        interleaved: True for the schedule with virtual stages.
+        random: The caller's random number generators.
+    """
+
+    keywords: Mapping[str, Any]
+    chunks: tuple[torch.nn.Module, ...]
+    iterators: tuple[Any, ...]
+    config: Any
+    groups: megatron.Groups
+    interleaved: bool
+    random: CallerRandom
+
+    @property
+    def forward_only(self) -> bool:
+        """True for log-probs and evaluation, which run no backward."""
+        return bool(self.keywords.get("forward_only", False))
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches that the caller asked for."""
+        return int(self.keywords["num_microbatches"])
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Iterate over every module of every chunk, each once, wrappers included."""
+        seen: set[int] = set()
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield module
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Iterate over every parameter of every chunk, each once."""
+        seen: set[int] = set()
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def configs(self) -> Iterator[Any]:
+        """Iterate over the chunks' configs, each object once."""
+        yield from {id(config): config for config in map(megatron.config_of, self.chunks)}.values()
+
+
+def first_chunk(keywords: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the first model chunk of a call, as passed.
+
+    Raises:
+        UnsupportedSetup: ``model`` is no module and no list of modules.
+    """
+    model = keywords.get("model")
+    chunk = model[0] if isinstance(model, (list, tuple)) and model else model
+    if not isinstance(chunk, torch.nn.Module):
+        raise not_a_model(model)
+    return chunk
+
+
+def not_a_model(found: object) -> UnsupportedSetup:
+    """Return the error for something that is neither a model chunk nor a list of them."""
+    return UnsupportedSetup(
+        "The model to warm is no model.",
+        found=f"{type(found).__name__} {found!r:.80}; expected a torch.nn.Module or a list of model chunks.",
+        matters="Without the model's chunks there is nothing to run a local forward and backward of.",
+        do="Pass what the schedule gets as model=..., or leave model out to take whatever the schedule is called with.",
+    )
+
+
+def read_call(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> ScheduleCall:
+    """Read one call of a schedule.
+
+    Args:
+        schedule: The schedule function, the caller's own or Megatron's.
+        keywords: What it is called with.
+
+    Raises:
+        UnsupportedSetup: The number of iterators does not fit the number of chunks.
+    """
+    model, data = keywords["model"], keywords["data_iterator"]
+    chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+    iterators = tuple(data) if isinstance(data, (list, tuple)) else (data,) * len(chunks)
+    if len(iterators) != len(chunks):
+        raise UnsupportedSetup(
+            "The schedule got another number of data iterators than of model chunks.",
+            found=f"{len(iterators)} iterators for {len(chunks)} chunks; expected one each.",
+            matters="The warmup would feed a chunk from the wrong iterator.",
+            do="Pass data_iterator as a list with one entry (or None) per model chunk.",
+        )
+    return ScheduleCall(
+        keywords=keywords,
+        chunks=chunks,
+        iterators=iterators,
+        config=megatron.config_of(chunks[0]),
+        groups=megatron.groups_of(keywords),
+        interleaved=len(chunks) > 1 or getattr(schedule, "__name__", "") == megatron.INTERLEAVED,
+        random=CallerRandom(),
+    )
+
+
+Guard = Callable[[ScheduleCall], AbstractContextManager[None]]

@@ -1,0 +1,127 @@
+"""`warm_first_call`: the same warmup as a decorator, of a schedule or of a function that calls one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup import _patch
+from pp_free_warmup._warmup import PipelineWarmup, pipeline_warmup
+from pp_free_warmup.errors import UnsupportedSetup
+
+
+class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+    @property
+    def warmup(self) -> PipelineWarmup:
+        """The handle of the decorated function; its ``report`` tells what happened."""
+        return self._self_parent.warmup  # type: ignore[no-any-return]
+
+
+class _Warmed(wrapt.FunctionWrapper):  # type: ignore[misc]
+    """A function whose first pipeline-parallel step is warmed; name, signature and doc are the function's."""
+
+    __bound_function_wrapper__ = _Bound
+
+    def __init__(self, function: Callable[..., Any], warmup: PipelineWarmup, wrapper: Callable[..., Any]) -> None:
+        super().__init__(function, wrapper)
+        self._self_warmup = warmup
+
+    @property
+    def warmup(self) -> PipelineWarmup:
+        """The handle of the decorated function; its ``report`` tells what happened."""
+        return self._self_warmup  # type: ignore[no-any-return]
+
+
+def warm_first_call(fn: Callable[..., Any] | None = None, /, **keywords: Any) -> Any:
+    """Warm the pipeline the first time *fn* is called: a schedule, or a function that calls one inside.
+
+    A schedule fetched before any `pipeline_warmup` block is reached only this way. A function of
+    one's own runs inside a block; schedules among its arguments (Megatron's ``train_step``) are
+    warmed too. A ``functools.partial`` and a wrapper that keeps the schedule as
+    ``forward_backward_func`` (Megatron's FullCudaGraphWrapper) are looked through.
+
+    Args:
+        fn: The function; left out when the decorator is used with parentheses.
+        **keywords: As for `pipeline_warmup`.
+
+    Returns:
+        The function with its name, signature and doc, and ``.warmup`` for the report.
+
+    Raises:
+        UnsupportedSetup: *fn* is async, a generator, or not callable; or a keyword is wrong.
+
+    Example:
+        >>> @warm_first_call
+        ... def train_step(batch):
+        ...     "One step."
+        >>> train_step.__name__, train_step.__doc__
+        ('train_step', 'One step.')
+    """
+    if fn is None:
+        pipeline_warmup(**keywords)  # a wrong keyword is reported where it stands, not at the first call
+        return functools.partial(warm_first_call, **keywords)
+    inner = getattr(fn, "forward_backward_func", None)
+    if isinstance(fn, functools.partial):
+        return functools.partial(warm_first_call(fn.func, **keywords), *fn.args, **fn.keywords)
+    if inner is not None:
+        fn.forward_backward_func = warm_first_call(inner, **keywords)  # type: ignore[attr-defined]
+        return fn
+    _refuse_uncallable(fn)
+    warmup = pipeline_warmup(**keywords)
+    return _Warmed(fn, warmup, _as_schedule(warmup) if is_schedule(fn) else _as_step(warmup))
+
+
+def is_schedule(function: Any) -> bool:
+    """Tell whether this is a pipeline schedule: one of Megatron's own, or of the same required keywords."""
+    if not callable(function) or isinstance(function, type):
+        return False
+    if _patch.original_of(function) is not None:
+        return True
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature is no schedule
+        return False
+    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    return megatron.REQUIRED_KEYWORDS <= required
+
+
+def _as_schedule(warmup: PipelineWarmup) -> Callable[..., Any]:
+    def call(schedule: Callable[..., Any], instance: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        _patch.refuse_positional(args)
+        return warmup.run(schedule, keywords) if warmup.takes(keywords) else schedule(**keywords)
+
+    return call
+
+
+def _as_step(warmup: PipelineWarmup) -> Callable[..., Any]:
+    def call(step: Callable[..., Any], instance: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        def warmed(value: Any) -> Any:
+            return _Warmed(value, warmup, _as_schedule(warmup)) if is_schedule(value) else value
+
+        with warmup:
+            return step(*map(warmed, args), **{name: warmed(value) for name, value in keywords.items()})
+
+    return call
+
+
+def _refuse_uncallable(fn: Any) -> None:
+    target = getattr(fn, "__func__", fn)  # what a staticmethod or classmethod object holds
+    if inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
+        kind = "an async function"
+    elif inspect.isgeneratorfunction(target):
+        kind = "a generator function"
+    elif not callable(target):
+        kind = f"a {type(fn).__name__}"
+    else:
+        return
+    raise UnsupportedSetup(
+        f"@warm_first_call cannot warm {getattr(target, '__qualname__', repr(fn))}.",
+        found=f"{kind}; expected a plain function, a method or a pipeline schedule.",
+        matters="Its body runs after the call has returned, outside the block in which schedules are warmed.",
+        do="Decorate the plain function that calls the schedule, or open a pipeline_warmup block inside.",
+    )

@@ -1,0 +1,183 @@
+"""One warmup from its first vote to its report: the steps of a pass, in their order.
+
+    save -> vote -> local pass -> put back -> vote -> channels -> report
+
+No step knows another; this module knows them all.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from contextlib import ExitStack
+from typing import Any
+
+
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup import _preflight
+from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
+from pp_free_warmup._batches import Batches
+from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._channels import prime
+from pp_free_warmup._ledger import Page, kind_of, ledger
+from pp_free_warmup._local_pass import run_local_pass
+from pp_free_warmup._options import Options
+from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
+from pp_free_warmup.errors import RankSilent, RestoreFailed, WarmupFailed
+from pp_free_warmup.guards import guarded
+
+
+class Flow:
+    """Prepare one schedule call: warm it, prime it, or find out why not.
+
+    Args:
+        call: The call.
+        options: What the user chose.
+    """
+
+    def __init__(self, call: ScheduleCall, options: Options) -> None:
+        self._call = call
+        self._options = options
+        self._kind = kind_of(call.forward_only)
+        self._stopwatch = Stopwatch()
+        self._batches = Batches(call)
+        self._ballot = Ballot(call.groups.pipeline, call.groups.stage, options.timeout)
+        self.decision: Decision | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank of this call that writes to the log: first stage, first rank."""
+        return speaks_for(self._call)
+
+    def run(self) -> WarmupReport:
+        """Go through the steps.
+
+        Returns:
+            What was done; ``outcome`` is ``"skipped"`` where some rank could or would not.
+
+        Raises:
+            WarmupFailed: A rank failed; every rank's state was put back.
+            RestoreFailed: This rank's state could not be put back.
+        """
+        trouble = self._save_and_pass(*self._own_word())
+        decision = self.decision
+        if decision is None:  # the guards could not save: say so where the others wait for the first vote
+            decision = self._ballot.vote(Word.FAILED, describe(trouble))
+            self._raise(trouble, decision)
+        if decision.word is Word.GO:
+            word = Word.GO if trouble is None else Word.FAILED
+            decision = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
+        if trouble is not None or decision.word is Word.FAILED:
+            self._raise(trouble, decision)
+        if decision.word not in (Word.GO, Word.WARM):
+            return WarmupReport("skipped", self._kind, reason=reasons_of(decision))
+        return self._open_channels(decision)
+
+    def data_iterator(self) -> Any:
+        """Return what the real schedule reads from: the caller's iterators, fetched batches first."""
+        return self._batches.for_schedule()
+
+    def _own_word(self) -> tuple[Word, str]:
+        if not self._options.is_on():
+            return Word.OFF, "switched off"
+        refused = _preflight.refusal(self._call)
+        if refused is not None:
+            return Word.REFUSE, f"{refused.text} [{refused.name}]"
+        page = ledger.page(self._call.chunks[0], self._kind)
+        return (Word.WARM if page is not None and page.warm else Word.GO), ""
+
+    def _save_and_pass(self, word: Word, reason: str) -> BaseException | None:
+        """Save, take the first vote, run the pass if all go, put back; return what went wrong."""
+        measure = self._stopwatch.measure
+        try:
+            with ExitStack() as kept:
+                if word in (Word.GO, Word.WARM):
+                    with measure("save"):
+                        kept.enter_context(guarded(self._call, self._options.extra_guards))
+                        kept.enter_context(self._batches.rewound())
+                with measure("agree"):
+                    self.decision = self._ballot.vote(word, reason)
+                if self.decision.word is Word.GO:
+                    self._pass()
+                with measure("restore"):
+                    kept.close()
+        except RankSilent:
+            raise
+        except BaseException as error:  # noqa: BLE001 - told to the other ranks, then raised by run()
+            return error
+        return None
+
+    def _pass(self) -> None:
+        if self.speaks:
+            stages = self._call.groups.pipeline.size()
+            logger.warning(
+                "pp_free_warmup: %d stages compile for their first %s call at the same time: compiling, not hung",
+                stages,
+                self._kind,
+            )
+        with self._stopwatch.measure("pass"), ledger.passing(), self._ballot.watching():
+            run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
+
+    def _open_channels(self, decision: Decision) -> WarmupReport:
+        call = self._call
+        if self._options.channels is not None:
+            with self._stopwatch.measure("channels"):
+                prime(call, everything=self._options.channels == "all")
+        self.settle(Page(warm=True, generation=weakref.ref(call.groups.pipeline)))
+        report = WarmupReport(
+            outcome="warmed" if decision.word is Word.GO else "primed",
+            kind=self._kind,
+            seconds=dict(self._stopwatch.seconds),
+            total_s=self._stopwatch.total,
+            stages=tuple(map(_stage_report, range(len(decision.stages)), decision.stages)),
+        )
+        if self.speaks:
+            logger.warning("%s", report.headline())
+        return report
+
+    def settle(self, page: Page) -> None:
+        """Write this call's kind into the ledger, under both faces of its first chunk."""
+        first = self._call.chunks[0]
+        ledger.write((first, megatron.unwrapped(first)), self._kind, page)
+
+    def _raise(self, trouble: BaseException | None, decision: Decision) -> None:
+        if isinstance(trouble, RestoreFailed) or (trouble is not None and not isinstance(trouble, Exception)):
+            raise trouble
+        raise self._failure(decision) from trouble
+
+    def _failure(self, decision: Decision) -> WarmupFailed:
+        fetched = self._batches.fetched
+        if self._batches.exhausted:
+            data = " A data iterator had no batch for it."
+        else:
+            data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
+        return WarmupFailed(
+            "The warmup of the pipeline failed and was undone.",
+            found=f"{reasons_of(decision)}; expected every rank to finish its local pass.",
+            matters=f"This call's real step was not run, and every rank's state was put back.{data}",
+            do="Mend the error named above; to run without the warmup, set PP_FREE_WARMUP=0.",
+        )
+
+
+def speaks_for(call: ScheduleCall) -> bool:
+    """Tell whether this rank is the one that logs for the call."""
+    return bool(call.groups.pipeline.rank() == 0 and all(group.rank() == 0 for group in call.groups.stage))
+
+
+def describe(error: BaseException | None) -> str:
+    """Return type and text of an error, never its traceback: nothing may keep the model alive."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _stage_report(stage: int, said: Tally) -> StageReport:
+    return StageReport(
+        stage=stage,
+        ranks=said.ranks,
+        least={phase: spread.least for phase, spread in said.detail.items()},
+        most={phase: spread.most for phase, spread in said.detail.items()},
+    )
+
+
+def reasons_of(decision: Decision) -> str:
+    """Name every rank that did not simply go, with what it said."""
+    return "; ".join(f"rank {rank}: {reason}" for rank, _, reason in decision.reasons if reason)

@@ -1,0 +1,160 @@
+"""Parts of Megatron that learn from the first forward they see, or carry something from one to the next.
+
+What a release lacks, or a process has not imported, yields nothing. The schedules of every release
+import the modules named here themselves, as far as that release has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+
+from pp_free_warmup._megatron.trackers import MOE, Slot, loaded, named
+
+CUDA_GRAPHS = "megatron.core.transformer.cuda_graphs"
+OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+RANDOM = "megatron.core.tensor_parallel.random"
+Modules = Iterable[torch.nn.Module]
+
+
+def router_replays(modules: Modules) -> Iterator[Any]:
+    """Yield every object that records or replays a router's choices, each once (0.16 on).
+
+    A trainer may clear Megatron's own list of them while the routers still hold theirs.
+    """
+    listed = getattr(named(f"{MOE}.router_replay", "RouterReplay"), "global_router_replay_instances", [])
+    held = [vars(module).get("router_replay") for module in modules]
+    yield from {id(replay): replay for replay in (*listed, *held) if replay is not None}.values()
+
+
+def router_generators() -> Iterator[Slot]:
+    """Yield where a router under forced load balancing keeps its own random state, with a copy to lend.
+
+    A generator seeded at its first use (0.14 and 0.15), a bias per layer drawn once (0.17 on).
+    """
+    shared = named(f"{MOE}.moe_utils", "RandomSTEShared")
+    if shared is not None:
+        yield Slot(shared, "_cache", dict(shared._cache))
+    forced = named(f"{MOE}.moe_utils", "RandomSTE")
+    if forced is not None and "generator" in vars(forced):
+        yield Slot(forced, "generator", _same_stream(forced.generator))
+
+
+def over_budget_flags(modules: Modules) -> Iterator[torch.Tensor]:
+    """Yield the flags that say a rank got more tokens than its capacity, and stay up until read (0.18 on)."""
+    for module in modules:
+        dispatcher = vars(module).get("token_dispatcher")
+        flag = getattr(getattr(dispatcher, "_comm_manager", None), "over_budget", None)
+        if isinstance(flag, torch.Tensor):
+            yield flag
+
+
+def router_tracer() -> Any:
+    """Return the tracer that writes routing decisions to a file, or None (0.19)."""
+    return named(f"{MOE}.router_trace", "_MOE_ROUTER_TRACER")
+
+
+def attention_maxima(modules: Modules) -> Iterator[torch.nn.Module]:
+    """Yield the modules that keep the largest attention logit since the last optimizer step (0.16 on)."""
+    return (module for module in modules if "current_max_attn_logits" in vars(module))
+
+
+def deferred_embeddings(modules: Modules) -> Iterator[list[torch.Tensor]]:
+    """Yield the lists of activations and gradients whose weight gradient the schedule computes at its end.
+
+    The model and its output layer share each list, so it cannot be exchanged, only emptied.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
+    for module in modules:
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            buffer = vars(module).get(name)
+            if isinstance(buffer, list):
+                found[id(buffer)] = buffer
+    yield from found.values()
+
+
+def offload_plan() -> Iterator[Slot]:
+    """Yield what keeps fine-grained offloading out of the pass: no manager, and one that learns no plan (0.16 on).
+
+    Without a chunk handler every hook of the offloading passes its tensor through.
+    """
+    manager = named(OFFLOAD, "PipelineOffloadManager")
+    if manager is not None:
+        yield Slot(manager, "OFFLOAD_MGR", None)
+        yield Slot(manager, "init_model_chunk_offload_handler", _no_handler)
+
+
+def offload_marks(modules: Modules) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield what the first forward marks as not to be offloaded: the models' own flag, their parameters."""
+    for module in modules:
+        if vars(module).get("disable_param_offloading"):
+            yield module, ("disable_param_offloading",)
+            for parameter in module.parameters():
+                yield parameter, ("offloading_activation", "_do_not_offload")  # up to 0.18, from 0.19 on
+
+
+def stash_plan() -> Iterator[Slot]:
+    """Yield the manager of paged stashing; the one made in its absence is switched off (0.18 on)."""
+    manager = named(f"{MOE}.paged_stash", "PagedStashManager")
+    if manager is not None:
+        yield Slot(manager, "STASH_MGR", None)
+
+
+def graph_slots(modules: Modules) -> Iterator[Slot]:
+    """Yield what makes layers run eager: the local graphs' manager (all releases), Transformer Engine's graphs."""
+    manager = named(CUDA_GRAPHS, "CudaGraphManager")
+    if manager is not None:
+        yield Slot(manager, "__call__", _run_eager)
+    for module in modules:
+        if vars(module).get("cuda_graphs"):
+            yield Slot(module, "cuda_graphs", [])
+
+
+def checkpointing_flag() -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield the flag that says a recomputed forward runs; an exception leaves it up (0.16 on)."""
+    random = loaded(RANDOM)
+    if hasattr(random, "IS_CHECKPOINTING"):
+        yield random, ("IS_CHECKPOINTING",)
+
+
+def fused_operations(modules: Modules) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Yield where a module keeps its fused form, a tuple so as not to be registered (0.15 on)."""
+    for module in modules:
+        for name in ("_fused_impl", "_fused_ops"):
+            if name in vars(module):
+                yield module, name
+
+
+def with_fused_parts(modules: Modules) -> Iterator[torch.nn.Module]:
+    """Yield *modules*, and those inside their fused forms, which ``Module.modules()`` does not reach."""
+    for module in modules:
+        yield module
+        for name in ("_fused_impl", "_fused_ops"):
+            for fused in vars(module).get(name) or ():
+                yield from fused.modules()
+
+
+def _no_handler(*_arguments: Any, **_named: Any) -> None:
+    """Stand in for `init_model_chunk_offload_handler`."""
+
+
+def _run_eager(manager: Any, module: torch.nn.Module, args: Any, kwargs: Any, **_named: Any) -> Any:
+    """Stand in for `CudaGraphManager.__call__`, doing what it does where it finds no graph and no gradient.
+
+    From 0.16 on a manager may wrap a method of the module instead of the module itself.
+    """
+    function = getattr(manager, "func", None)
+    if function is not None:
+        return function(*args, **kwargs)
+    return super(MegatronModule, module).__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def _same_stream(generator: torch.Generator | None) -> torch.Generator | None:
+    if generator is None:
+        return None
+    copy = torch.Generator(device=generator.device)
+    copy.set_state(generator.get_state())
+    return copy

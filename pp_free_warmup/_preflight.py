@@ -1,0 +1,158 @@
+"""Every reason not to warm a call, from facts that need no communication.
+
+`nothing_to_do` gives reasons that are equal on all ranks by their nature (they
+need no vote, and the kind stays open). `nobody_to_ask` gives refusals that leave no
+group to vote in, and are equal on all ranks too. `refusal` gives reasons that one
+stage alone may see, which are therefore put to the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup._batches import is_readable
+from pp_free_warmup._call import ScheduleCall
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a call cannot be warmed.
+
+    Attributes:
+        name: A short stable id, as in the reference of refused setups.
+        text: The reason, one clause, with what was found.
+        do: What would make it possible.
+    """
+
+    name: str
+    text: str
+    do: str
+
+
+def nothing_to_do(keywords: Mapping[str, Any]) -> str:
+    """Return why this call needs no warmup, or an empty string."""
+    group = megatron.pipeline_group_of(keywords)
+    if hasattr(group, "size") and group.size() == 1:
+        return "the pipeline has one stage"
+    if keywords["num_microbatches"] == 0:
+        return "the call has no microbatches"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return ""
+
+
+def nobody_to_ask(call: ScheduleCall) -> Refusal | None:
+    """Return why this call's ranks cannot even vote, or None."""
+    return next((found for found in (check(call) for check in CHECKS_BEFORE_VOTE) if found is not None), None)
+
+
+def refusal(call: ScheduleCall) -> Refusal | None:
+    """Return the first reason why this call cannot be warmed, or None."""
+    return next((found for found in (check(call) for check in CHECKS) if found is not None), None)
+
+
+def _multi_module(call: ScheduleCall) -> Refusal | None:
+    kinds = [type(call.groups.communicator).__name__, type(call.keywords.get("pg_collection")).__name__]
+    found = [kind for kind in kinds if kind.startswith("MultiModule")]
+    if not found and hasattr(call.groups.pipeline, "size"):
+        return None
+    text = f"the pipeline spans several modules ({', '.join(found) or 'a list of pipeline groups'})"
+    return Refusal("multi-module", text, "none yet")
+
+
+def _chunks(call: ScheduleCall) -> Refusal | None:
+    if call.chunks:
+        return None
+    return Refusal("no-chunks", "this rank has no model chunk", "give every rank of the pipeline a chunk")
+
+
+def _stage_ranks(call: ScheduleCall) -> Refusal | None:
+    if call.groups.stage:
+        return None
+    return Refusal(
+        "no-stage-groups",
+        "pg_collection names neither tp_dp_cp nor tp and dp_cp, so this stage's ranks are unknown",
+        "set tp_dp_cp (or tp and dp_cp) in the pg_collection",
+    )
+
+
+def _encoder_decoder(call: ScheduleCall) -> Refusal | None:
+    if not any(megatron.is_encoder_decoder(chunk) for chunk in call.chunks):
+        return None
+    return Refusal("encoder-decoder", "the model is an encoder and decoder", "none yet")
+
+
+def _fully_sharded(call: ScheduleCall) -> Refusal | None:
+    found = sorted({type(m).__name__ for m in call.modules() if megatron.is_fully_sharded(m)})
+    if not found:
+        return None
+    return Refusal(
+        "megatron-fsdp",
+        f"the model is wrapped in {', '.join(found)}, whose gradient reduction runs even inside no_sync()",
+        "wrap it in DistributedDataParallel",
+    )
+
+
+def _config_features(call: ScheduleCall) -> Refusal | None:
+    for field, (name, text, do) in REFUSED_FIELDS.items():
+        value = getattr(call.config, field, None)
+        if value and value != 1:
+            return Refusal(name, f"config.{field}={value!r}: {text}", do)
+    return None
+
+
+def _meta_parameters(call: ScheduleCall) -> Refusal | None:
+    if not any(parameter.is_meta for parameter in call.parameters()):
+        return None
+    return Refusal("meta-parameters", "some parameters are on the meta device", "load or initialise the weights first")
+
+
+def _pipeline_dtype(call: ScheduleCall) -> Refusal | None:
+    if call.config.pipeline_dtype is not None:
+        return None
+    return Refusal("no-pipeline-dtype", "config.pipeline_dtype is None", "set it to the dtype of the activations")
+
+
+def _iterators(call: ScheduleCall) -> Refusal | None:
+    found = [type(iterator).__name__ for iterator in call.iterators if not is_readable(iterator)]
+    if not found:
+        return None
+    return Refusal(
+        "unreadable-iterator",
+        f"data_iterator is a {found[0]}, with neither __next__ nor get_next and offset",
+        "pass an iterator: iter(loader)",
+    )
+
+
+Check = Callable[[ScheduleCall], Refusal | None]
+CHECKS_BEFORE_VOTE: tuple[Check, ...] = (_multi_module, _stage_ranks)
+CHECKS: tuple[Check, ...] = (
+    _chunks,
+    _encoder_decoder,
+    _fully_sharded,
+    _config_features,
+    _meta_parameters,
+    _pipeline_dtype,
+    _iterators,
+)
+
+# config field -> (id, why, what to do); a field that is absent in a release is simply not set
+REFUSED_FIELDS = {
+    "cpu_offloading": (
+        "te-cpu-offload",
+        "Transformer Engine's offload context learns its plan from the first pass",
+        "turn it off for a warmup",
+    ),
+    "gtp_weight_remat_size": ("weight-remat", "its prefetch chain is not known to be balanced", "leave it at 1"),
+    "use_ring_exchange_p2p": ("ring-exchange", "channels go through an operation that torch does not ship", "none"),
+    "overlap_moe_expert_parallel_comm": (
+        "combined-1f1b",
+        "forward and backward run as one combined step",
+        "turn it off for a warmup",
+    ),
+}

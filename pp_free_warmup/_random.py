@@ -1,0 +1,113 @@
+"""The caller's random number generators: Python, NumPy, torch, CUDA and Megatron's tracker.
+
+A state is always saved as *contents* and set on the *same* generator objects:
+others hold references to them (a CUDA graph registers its generator), and a
+graph-safe handle saved in place of the bytes would follow the generator.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pp_free_warmup import _megatron as megatron
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _DeviceState:
+    """One CUDA generator: what it draws from (a tracker may have lent it another), and the bytes."""
+
+    generator: Any
+    drawn_from: Any
+    contents: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _States:
+    """Every generator at one moment."""
+
+    python: Any
+    numpy: dict[str, Any] | None
+    cpu: torch.Tensor
+    devices: tuple[_DeviceState, ...]
+    tracker: megatron.TrackerContents
+
+
+class CallerRandom:
+    """Save the caller's random state, draw freely, put it back.
+
+    NumPy counts only if something imported it, CUDA only if it is initialised, Megatron's tracker
+    only if it exists: nothing is imported, initialised or created here.
+
+    Example:
+        >>> caller = CallerRandom()
+        >>> caller.read()
+        >>> drawn = torch.rand(3)
+        >>> caller.set()
+        >>> bool((torch.rand(3) == drawn).all())
+        True
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[_States] = []
+
+    def read(self) -> None:
+        """Save the present state. May be nested; each `read` needs its `set`."""
+        self._saved.append(_read())
+
+    def set(self) -> None:
+        """Put back what the latest `read` saved, and what `as_caller` drew since."""
+        _set(self._saved.pop())
+
+    @contextmanager
+    def as_caller(self) -> Iterator[None]:
+        """Run the block as if nobody had drawn since `read`; what it draws stays drawn.
+
+        For what would have happened without the warmup too, such as fetching the first batch: a
+        shuffling loader draws its order in the caller's stream, and `set` puts back the state
+        after that draw. The block may raise: what it drew by then stays drawn as well. Without a
+        `read` before it, the present state is the caller's, and the block just runs.
+        """
+        if not self._saved:
+            yield
+            return
+        mine = _read()
+        _set(self._saved[-1])
+        try:
+            yield
+        finally:
+            self._saved[-1] = _read()
+            _set(mine)
+
+
+def _read() -> _States:
+    numpy = sys.modules.get("numpy")
+    return _States(
+        python=random.getstate(),
+        numpy=None if numpy is None else numpy.random.get_state(legacy=False),
+        cpu=torch.get_rng_state(),
+        devices=tuple(
+            _DeviceState(generator, generator.graphsafe_get_state(), generator.get_state())
+            for generator in torch.cuda.default_generators  # empty until CUDA is initialised
+        ),
+        tracker=megatron.read_tracker(),
+    )
+
+
+def _set(states: _States) -> None:
+    """Set every generator, the others too when one fails."""
+    with ExitStack() as each:
+        each.callback(random.setstate, states.python)
+        if states.numpy is not None:
+            each.callback(sys.modules["numpy"].random.set_state, states.numpy)
+        each.callback(torch.set_rng_state, states.cpu)
+        for device in states.devices:
+            each.callback(device.generator.set_state, device.contents)
+            each.callback(device.generator.graphsafe_set_state, device.drawn_from)
+        each.callback(megatron.set_tracker, states.tracker)

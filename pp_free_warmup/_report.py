@@ -1,0 +1,130 @@
+"""What a warmup did and how long each part took, on every stage."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+logger = logging.getLogger("pp_free_warmup")
+
+
+class Stopwatch:
+    """Seconds per phase, and per model chunk where a phase has chunks."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def measure(self, phase: str, chunk: int | None = None) -> Iterator[None]:
+        """Add the block's seconds to ``phase`` (or ``phase[chunk]``), work on the device included."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            synchronize_device()
+            name = phase if chunk is None else f"{phase}[{chunk}]"
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    @property
+    def total(self) -> float:
+        """Seconds since this stopwatch was made."""
+        return time.perf_counter() - self._began
+
+
+def synchronize_device() -> None:
+    """Wait for the current CUDA device, if CUDA is in use; do not initialise it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage of the pipeline: the smallest and largest seconds per phase over its ranks.
+
+    Attributes:
+        stage: Position in the pipeline, 0 first.
+        ranks: How many ranks of the stage reported.
+        least: Seconds per phase (``forward[0]`` is the first chunk's), the quickest rank's.
+        most: The same, the slowest rank's.
+    """
+
+    stage: int
+    ranks: int
+    least: dict[str, float]
+    most: dict[str, float]
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What one warmup did; ``str()`` is a table, `to_dict` is ready for JSON.
+
+    Attributes:
+        outcome: ``"warmed"``, ``"primed"`` (channels only), ``"skipped"`` or ``"not called"``.
+        kind: ``"training"`` or ``"forward-only"``; empty when no schedule was called.
+        reason: Why it was skipped; empty otherwise.
+        seconds: Seconds per phase on this rank.
+        total_s: Seconds that the whole warmup took on this rank.
+        stages: Every stage's phases, up to the second vote; empty when nothing ran.
+    """
+
+    outcome: str
+    kind: str = ""
+    reason: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_s: float = 0.0
+    stages: tuple[StageReport, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, strings and floats.
+
+        Example:
+            >>> WarmupReport("skipped", reason="one stage").to_dict()["reason"]
+            'one stage'
+        """
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=110, no_color=True, highlight=False)
+        console.print(self.headline())
+        if self.stages:
+            console.print(self._table())
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def headline(self) -> str:
+        """Return the report in one line."""
+        if self.outcome in ("skipped", "not called"):
+            return f"pp_free_warmup: {self.outcome}{': ' if self.reason else ''}{self.reason}"
+        spread = [stage.most.get("pass", 0.0) for stage in self.stages]
+        stages = f"; slowest stage {max(spread):.1f} s, quickest {min(spread):.1f} s" if spread else ""
+        channels = self.seconds.get("channels", 0.0)
+        return f"pp_free_warmup: {self.kind} {self.outcome} in {self.total_s:.1f} s{stages}; channels {channels:.2f} s"
+
+    def _table(self) -> Table:
+        phases = _in_order(self.stages)
+        table = Table("stage", *phases, title=None)
+        for stage in self.stages:
+            table.add_row(str(stage.stage), *(_span(stage, phase) for phase in phases))
+        return table
+
+
+def _in_order(stages: Sequence[StageReport]) -> list[str]:
+    return list(dict.fromkeys(phase for stage in stages for phase in stage.most))
+
+
+def _span(stage: StageReport, phase: str) -> str:
+    if phase not in stage.most:
+        return "-"
+    least, most = stage.least[phase], stage.most[phase]
+    return f"{most:.2f}" if most - least < 0.005 else f"{least:.2f}-{most:.2f}"

@@ -1,0 +1,228 @@
+"""`pipeline_warmup`: who is warmed, when, and what is remembered of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup import _patch, _preflight
+from pp_free_warmup._agreement import Word
+from pp_free_warmup._call import Guard, ScheduleCall, first_chunk, not_a_model, read_call
+from pp_free_warmup._flow import Flow, speaks_for
+from pp_free_warmup._ledger import Page, kind_of, ledger
+from pp_free_warmup._options import Options
+from pp_free_warmup._report import WarmupReport, logger
+from pp_free_warmup.errors import NotInitialized, UnsupportedSetup
+
+DEFAULT_PATIENCE_S = 1800.0
+
+
+def pipeline_warmup(
+    model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
+    optimizer: Any = None,
+    *,
+    enabled: bool | Callable[[], bool] = True,
+    channels: str | None = "pipeline",
+    extra_guards: Iterable[Guard] = (),
+    timeout: float | None = None,
+    on_unsupported: str = "skip",
+    verify: bool = False,
+    shapes: Iterable[Any] = (),
+    single_flight: Any = None,
+    report_to: str | os.PathLike[str] | None = None,
+) -> PipelineWarmup:
+    """Make the first pipeline-parallel step inside the block compile all stages at the same time.
+
+    The block holds the real step: the first call of Megatron's schedule warms up, leaves no trace,
+    and then runs for real. Training and forward-only calls are each warmed once per model.
+
+    Args:
+        model: A model chunk, a list of chunks, wrapped or not; None takes whatever the schedule is
+            called with. Calls with another model run untouched.
+        optimizer: Accepted for symmetry with the training step; read by ``verify`` only, never stepped.
+        enabled: A bool, or a callable asked at every call until the kind is warm. It must answer
+            alike on all ranks. ``PP_FREE_WARMUP=0`` in the environment switches off as well.
+        channels: ``"pipeline"`` opens the pipeline's channels after the pass; None leaves them.
+        extra_guards: Guards for state of your own; see `pp_free_warmup.guards`.
+        timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
+        on_unsupported: ``"skip"`` runs an unsupported setup without a warmup and says why;
+            ``"raise"`` raises `UnsupportedSetup` on all ranks.
+        verify: Not built yet: only False.
+        shapes: Not built yet: only ``()``.
+        single_flight: Not built yet: only None.
+        report_to: A path to which global rank 0 writes the last report as JSON.
+
+    Returns:
+        A context manager; ``as warmup`` gives the handle whose ``report`` tells what happened.
+
+    Raises:
+        UnsupportedSetup: An argument is not of the kind described.
+    """
+    options = Options(
+        enabled=enabled,
+        channels=channels,
+        extra_guards=tuple(extra_guards),
+        timeout=timeout,
+        on_unsupported=on_unsupported,
+        verify=verify,
+        shapes=tuple(shapes),
+        single_flight=single_flight,
+        report_to=report_to,
+    )
+    return PipelineWarmup(model, options)
+
+
+class PipelineWarmup:
+    """One warmup block: armed between enter and exit; holds the model weakly and the reports."""
+
+    def __init__(self, model: Any, options: Options) -> None:
+        self._models = None if model is None else tuple(weakref.ref(face) for face in _faces_of(model))
+        self._options = options
+        self._off: set[str] = set()
+        self._skips: set[str] = set()
+        self.reports: list[WarmupReport] = []
+        self.called = False
+
+    @property
+    def report(self) -> WarmupReport:
+        """The latest report; ``outcome`` is ``"not called"`` while no schedule was called."""
+        return self.reports[-1] if self.reports else WarmupReport("not called")
+
+    def __enter__(self) -> PipelineWarmup:
+        _patch.arm(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _patch.disarm(self)
+        if not self.called and error[0] is None:
+            warnings.warn(
+                "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
+                "A schedule function fetched before the block is not reached: wrap that function itself, "
+                "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def takes(self, keywords: Mapping[str, Any]) -> bool:
+        """Tell whether this call's model is the one this block was given."""
+        if self._models is None:
+            return True
+        asked = first_chunk(keywords)
+        mine = [model() for model in self._models]
+        return any(face is chunk for face in (asked, megatron.unwrapped(asked)) for chunk in mine)
+
+    def run(self, schedule: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+        """Warm up if that is still to be done, then run the schedule for real."""
+        self.called = True
+        kind = kind_of(bool(keywords.get("forward_only", False)))
+        if ledger.running_here or _is_settled(keywords, kind):
+            return schedule(**keywords)
+        _refuse_uninitialized(keywords)
+        with ledger.turn(self._options.timeout or DEFAULT_PATIENCE_S):
+            if not _is_settled(keywords, kind):
+                keywords = self._prepared(schedule, keywords, kind)
+        return schedule(**keywords)
+
+    def _prepared(self, schedule: Callable[..., Any], keywords: dict[str, Any], kind: str) -> dict[str, Any]:
+        """Do what this call still needs; return the keywords for the real schedule."""
+        quiet = _preflight.nothing_to_do(keywords)
+        if quiet:
+            if quiet not in self._skips:
+                self._note(WarmupReport("skipped", kind, reason=quiet), speaks=torch.distributed.get_rank() == 0)
+            return keywords
+        if kind in self._off and not self._options.is_on():
+            return keywords
+        call = read_call(schedule, keywords)
+        refused = _preflight.nobody_to_ask(call)
+        if refused is not None:
+            self._close(call, kind, refused.text)
+            self._skip(WarmupReport("skipped", kind, reason=refused.text), call, refused=True)
+            return keywords
+        return self._warmed(call, kind)
+
+    def _warmed(self, call: ScheduleCall, kind: str) -> dict[str, Any]:
+        flow = Flow(call, self._options)
+        try:
+            report = flow.run()
+        except BaseException as error:
+            self._close(call, kind, f"{type(error).__name__}: {error}")
+            raise
+        if report.outcome == "skipped":
+            assert flow.decision is not None
+            if flow.decision.word is Word.OFF:
+                self._off.add(kind)
+            else:
+                self._close(call, kind, report.reason)
+            self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
+            return dict(call.keywords)
+        self._note(report, speaks=speaks_for(call))
+        return {**call.keywords, "data_iterator": flow.data_iterator()}
+
+    def _skip(self, report: WarmupReport, call: ScheduleCall, *, refused: bool) -> None:
+        self._note(report, speaks=speaks_for(call))
+        if refused and self._options.on_unsupported == "raise":
+            raise UnsupportedSetup(
+                "This pipeline cannot be warmed.",
+                found=report.reason,
+                matters="A wrong warmup is worse than none, and on_unsupported='raise' asks to stop instead.",
+                do="Change the setup as the reason says, or leave on_unsupported at 'skip'.",
+            )
+
+    def _note(self, report: WarmupReport, *, speaks: bool) -> None:
+        self.reports.append(report)
+        if report.outcome == "skipped":
+            if speaks and report.reason not in self._skips:
+                logger.warning("%s", report.headline())
+            self._skips.add(report.reason)
+        path = self._options.report_to
+        if path is not None and torch.distributed.get_rank() == 0:
+            Path(path).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def _close(call: ScheduleCall, kind: str, reason: str) -> None:
+        first = call.chunks[0]
+        ledger.write((first, megatron.unwrapped(first)), kind, Page(warm=False, generation=None, reason=reason))
+
+
+def _is_settled(keywords: Mapping[str, Any], kind: str) -> bool:
+    """Tell whether this call needs no warmup any more; the whole cost of a warm call."""
+    page = ledger.page(first_chunk(keywords), kind)
+    return page is not None and page.serves(megatron.pipeline_group_of(keywords))
+
+
+def _faces_of(model: Any) -> list[torch.nn.Module]:
+    """Return every chunk of what the user passed as model, as passed and unwrapped."""
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+    if not isinstance(chunks, Iterable) or isinstance(chunks, (str, bytes)):
+        raise not_a_model(model)
+    chunks = list(chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module):
+            raise not_a_model(chunk)
+    if not chunks:
+        raise not_a_model(model)
+    return [face for chunk in chunks for face in (chunk, megatron.unwrapped(chunk))]
+
+
+def _refuse_uninitialized(keywords: Mapping[str, Any]) -> None:
+    """Raise if there are no process groups to warm a pipeline in."""
+    if not torch.distributed.is_initialized():
+        missing, found = "torch.distributed", "no default process group"
+    elif keywords.get("p2p_communicator") is None and not megatron.is_initialized():
+        missing, found = "Megatron's parallel state", "no model-parallel groups"
+    else:
+        return
+    raise NotInitialized(
+        f"{missing} is not initialised.",
+        found=f"{found}; expected init_process_group() and Megatron's initialize_model_parallel() before.",
+        matters="Without process groups there is no pipeline whose stages could agree on a warmup.",
+        do="Initialise both before the schedule is called.",
+    )

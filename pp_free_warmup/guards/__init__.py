@@ -1,0 +1,93 @@
+"""What the warmup puts back, one file per concern.
+
+To add a guard:
+
+1. write ``guards/<concern>.py``: one generator of that name that saves, yields and puts back,
+   with the three lines "Changed by", "Put back by" and "Missed by" in its docstring;
+2. add it to `GUARDS` below, where the order says why;
+3. add its case to ``tests/guards/cases.py``.
+
+Then run ``pytest tests/guards``: it names the step that was forgotten. A guard of your own,
+outside this library, goes into ``pipeline_warmup(extra_guards=[...])`` instead.
+
+Three moves only, all in `pp_free_warmup._undo`: *lend* another object and give the old one back
+(``swapped``), *copy* tensors or contents and write them back in place (``tensors_kept``,
+``mapping_kept``, ``contents_kept``, ``attributes_kept``), *read and set* (random numbers). Clearing
+is not putting back. Guards never communicate: ranks may hold different state, and a collective
+that only some ranks reach hangs the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from pp_free_warmup._call import Guard, ScheduleCall
+from pp_free_warmup.errors import RestoreFailed
+from pp_free_warmup.guards.rng import rng
+
+Entered = tuple[str, AbstractContextManager[None]]
+
+GUARDS: tuple[Guard, ...] = (
+    rng,  # first in, last out: saving and putting back the others may draw numbers
+)
+
+
+@contextmanager
+def guarded(call: ScheduleCall, extra: Iterable[Guard] = ()) -> Iterator[None]:
+    """Enter every guard, run the block, then put everything back in reverse order.
+
+    Args:
+        call: The schedule call whose model, config and random state are guarded.
+        extra: The user's own guards, entered after `GUARDS` and so restored before them.
+
+    Raises:
+        RestoreFailed: One or more guards could not put their state back. All others did. The first
+            failure is the cause; an error of the block itself is that failure's context.
+        Exception: What a guard raised while saving, once those entered before it are undone; or
+            what the block raised, once all are undone.
+    """
+    entered: list[Entered] = []
+    try:
+        for guard in (*GUARDS, *extra):
+            manager = guard(call)
+            manager.__enter__()
+            entered.append((_name_of(guard), manager))
+        yield
+    except BaseException as error:
+        _leave(entered, error)
+        raise
+    _leave(entered, None)
+
+
+def _leave(entered: list[Entered], error: BaseException | None) -> None:
+    """Leave every guard in reverse, whatever one of them raises; none can swallow the block's error."""
+    raised = (None, None, None) if error is None else (type(error), error, error.__traceback__)
+    failures: list[tuple[str, BaseException]] = []
+    for name, manager in reversed(entered):
+        try:
+            manager.__exit__(*raised)
+        except BaseException as failure:  # noqa: BLE001 - raised below, once the others are restored too
+            if failure is not error:
+                failures.append((name, failure))
+    if failures:
+        raise _restore_failed(failures) from failures[0][1]
+
+
+def _restore_failed(failures: list[tuple[str, BaseException]]) -> RestoreFailed:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = f"rank {torch.distributed.get_rank()}" if ready else "this process"
+    names = ", ".join(repr(name) for name, _ in failures)
+    told = "; ".join(f"{name}: {type(failure).__name__}: {failure}" for name, failure in failures)
+    return RestoreFailed(
+        f"The warmup ran, but on {rank} it could not put back what {names} guard{'s' * (len(failures) == 1)}.",
+        found=f"{told}.",
+        matters=f"The model's state on {rank} is unknown; training from here could silently differ.",
+        do="Stop this run. Start it again with PP_FREE_WARMUP=0 and report the cause shown above.",
+    )
+
+
+def _name_of(guard: Guard) -> str:
+    return str(getattr(guard, "__name__", repr(guard)))

@@ -1,0 +1,28 @@
+"""Fine-grained offloading of activations, which plans from the first pass it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._undo import attributes_kept, swapped
+
+
+@contextmanager
+def activation_offload(call: ScheduleCall) -> Iterator[None]:
+    """Run the pass without offloading, and let the real step be the first that is seen.
+
+    Changed by: the first forward, which marks parameters and whose order of layers becomes the plan. A
+        single chunk of several is no whole plan: its backward would find nothing to load.
+    Put back by: lending the manager away, with a class that makes no chunk handler; then the
+        old manager and the marks.
+    Missed by: an assertion in the backward of step 0, which finds one chunk more than it runs.
+    """
+    with ExitStack() as kept:
+        for slot in megatron.offload_plan():
+            kept.enter_context(swapped(*slot))
+        for owner, names in list(megatron.offload_marks(call.modules())):
+            kept.enter_context(attributes_kept(owner, names))
+        yield

@@ -1,0 +1,24 @@
+"""Sums of packed sequence lengths, from which a training log computes FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._undo import swapped
+
+
+@contextmanager
+def sequence_statistics(_call: ScheduleCall) -> Iterator[None]:
+    """Keep the first batch from being counted twice.
+
+    Changed by: a forward step on packed sequences (`pretrain_gpt.py`).
+    Put back by: lending none, then the old sums and the flag that says they are in use.
+    Missed by: the throughput in the first log line.
+    """
+    with ExitStack() as lent:
+        for slot in megatron.sequence_statistics():
+            lent.enter_context(swapped(*slot))
+        yield

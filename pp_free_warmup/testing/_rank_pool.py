@@ -1,0 +1,243 @@
+"""A pool of rank processes that lives as long as the test process, and no longer."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pp_free_warmup.testing._rank_job import Job, Outcome, Where
+
+# Seconds for a new process to import torch and Megatron, also on a busy machine.
+START = 180.0
+
+# Once one rank has failed, the others may fail as well, and say more; longer is not worth waiting.
+GRACE = 3.0
+
+
+class RanksFailed(AssertionError):
+    """Some rank raised, died or hung; the text has each one's traceback or stacks."""
+
+
+class RanksSkipped(Exception):
+    """Every rank skipped the test."""
+
+
+@dataclass
+class Worker:
+    """One rank process.
+
+    Attributes:
+        process: The process, leader of its own process group.
+        connection: This end of the connection; the worker dies when it closes.
+        folder: Holds what the worker prints, and its compile caches if it was started fresh.
+    """
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    folder: tempfile.TemporaryDirectory[str] = field(repr=False)
+
+    @classmethod
+    def start(cls, environment: Mapping[str, str]) -> Worker:
+        """Start a process that is ready for jobs once it has imported Megatron."""
+        folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        ours, theirs = Pipe()
+        own = {name: value.format(folder=folder.name) for name, value in environment.items()}
+        with Path(folder.name, "printed").open("ab") as printed:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}._rank_worker", str(theirs.fileno())],
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        theirs.close()
+        return cls(process, ours, folder)
+
+    @property
+    def printed(self) -> str:
+        """What the worker has printed since the last job began."""
+        return Path(self.folder.name, "printed").read_text(errors="replace")
+
+    def send(self, job: Job) -> None:
+        """Begin *job* with an empty page."""
+        os.truncate(Path(self.folder.name, "printed"), 0)
+        self.connection.send_bytes(pickle.dumps(job))
+
+    def stop(self) -> None:
+        """Kill the process and everything it started."""
+        self.connection.close()
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        self.folder.cleanup()
+
+
+class RankPool:
+    """Worker processes that are kept between tests, as many as the largest test needed.
+
+    Args:
+        environment: Environment variables of the workers; ``{folder}`` in a value stands for
+            a directory of the worker's own.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **(environment or {})}
+        self.environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self.workers: list[Worker] = []
+        atexit.register(self.stop)
+
+    def run(self, jobs: Sequence[Job]) -> list[Any]:
+        """Run one job per rank and return what each returned, in rank order.
+
+        Raises:
+            RanksFailed: A rank raised, died or hung. The workers are then replaced.
+            RanksSkipped: Every rank called ``pytest.skip``.
+        """
+        started = [Worker.start(self.environment) for _ in jobs[len(self.workers) :]]
+        self.workers += started
+        workers = self.workers[: len(jobs)]
+        try:
+            _values(started, _collect(started, time.monotonic() + START), START)
+            for worker, job in zip(workers, jobs, strict=True):
+                worker.send(job)
+            ended = _collect(workers, time.monotonic() + jobs[0].timeout)
+            return _values(workers, ended, jobs[0].timeout)
+        except BaseException as error:
+            if not isinstance(error, RanksSkipped):
+                self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Kill every worker."""
+        while self.workers:
+            self.workers.pop().stop()
+
+
+def _collect(workers: list[Worker], deadline: float) -> dict[int, Outcome]:
+    """Receive the ranks' outcomes; soon after one failed, give up on those still running."""
+    ended: dict[int, Outcome] = {}
+    rank_of = {worker.connection: rank for rank, worker in enumerate(workers)}
+    while rank_of:
+        ready = wait(list(rank_of), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return ended
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = rank_of.pop(connection)
+            ended[rank] = _outcome(workers[rank])
+            if ended[rank].kind != "returned":
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return ended
+
+
+def _outcome(worker: Worker) -> Outcome:
+    try:
+        outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        code = worker.process.wait()
+        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Outcome("raised", text=f"The process of this rank died: {reason}.")
+    return outcome
+
+
+def _values(workers: list[Worker], ended: dict[int, Outcome], timeout: float) -> list[Any]:
+    """Return the returned values, or raise with what every rank has to say."""
+    kinds = {outcome.kind for outcome in ended.values()}
+    if kinds <= {"returned"} and len(ended) == len(workers):
+        return [ended[rank].value for rank in range(len(workers))]
+    if kinds == {"skipped"} and len(ended) == len(workers):
+        raise RanksSkipped(ended[0].text)
+    failed = any(outcome.kind == "raised" for outcome in ended.values())
+    late = f"still running {GRACE:.0f} s after another rank failed" if failed else f"still running after {timeout:.0f} s"
+    parts = []
+    for rank, worker in enumerate(workers):
+        outcome = ended.get(rank)
+        if outcome is None:
+            parts.append(f"Rank {rank}: {late}. Its stacks:\n{_stacks(worker)}")
+        elif outcome.kind != "returned":
+            parts.append(f"Rank {rank}: {outcome.kind}\n{outcome.text}\nPrinted:\n{worker.printed[-4000:]}")
+    raise RanksFailed("\n\n".join(parts))
+
+
+def _stacks(worker: Worker) -> str:
+    """Ask a worker that does not answer where it is, and give it a second to write that down."""
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    return worker.printed[-12000:]
+
+
+_numbers = itertools.count()
+_stores: list[dist.TCPStore] = []
+_pools: dict[str, RankPool] = {}
+
+
+def _store() -> tuple[str, int]:
+    """Host the one TCP store that all jobs meet in, as a launcher's agent does."""
+    if not _stores:
+        _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return "127.0.0.1", _stores[0].port
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    n: int,
+    *arguments: Any,
+    fresh: bool = False,
+    timeout: float = 120.0,
+    device: str = "cpu",
+    jit: bool = False,
+    **keywords: Any,
+) -> list[Any]:
+    """Call *function* on *n* processes that form one ``torch.distributed`` world.
+
+    Args:
+        function: A function that can be imported by its module and name.
+        n: How many ranks.
+        *arguments: What to call it with on every rank; must be picklable.
+        fresh: Use new processes with empty compile caches (one cache per rank, as on separate
+            hosts) instead of the pool's, and end them afterwards.
+        timeout: Seconds after which the ranks count as hung.
+        device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL, one GPU per rank.
+        jit: Compile Megatron's fused functions for real, see `cuda_on_cpu`.
+        **keywords: More arguments for *function*.
+
+    Returns:
+        What *function* returned on each rank, in rank order.
+
+    Raises:
+        RanksFailed: A rank raised, died or hung. The text names it and shows where.
+        RanksSkipped: Every rank called ``pytest.skip``.
+    """
+    where, prefix, host = Where.of(function), f"job{next(_numbers)}", _store()
+    jobs = [Job(where, arguments, keywords, rank, n, host, prefix, timeout, device, jit) for rank in range(n)]
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    if not fresh:
+        if device not in _pools:
+            _pools[device] = RankPool(environment)
+        return _pools[device].run(jobs)
+    caches = {"TORCHINDUCTOR_CACHE_DIR": "{folder}/inductor", "TRITON_CACHE_DIR": "{folder}/triton"}
+    pool = RankPool({**environment, **caches})
+    try:
+        return pool.run(jobs)
+    finally:
+        pool.stop()
+        atexit.unregister(pool.stop)

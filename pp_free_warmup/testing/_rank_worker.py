@@ -1,0 +1,149 @@
+"""The process of one rank: waits for jobs on its connection and dies with it.
+
+Started by `_rank_pool` as ``python -m pp_free_warmup.testing._rank_worker FD``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from pp_free_warmup.testing._cuda_on_cpu import cuda_on_cpu
+from pp_free_warmup.testing._rank_job import Job, Outcome
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def main(descriptor: int) -> None:
+    """Serve jobs from *descriptor* until the test process closes its end or is gone."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    connection = Connection(descriptor)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
+    with ExitStack() as prepared:
+        if not torch.cuda.is_available():
+            prepared.enter_context(cuda_on_cpu())
+        gc.collect()
+        gc.freeze()
+        connection.send_bytes(_answer(Outcome("returned", "ready")))
+        while True:
+            job: Job = pickle.loads(jobs.get())
+            connection.send_bytes(_answer(run(job)))
+            del job
+
+
+def _receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
+    """Queue what comes in; when the other end is gone, end this process and its children."""
+    while True:
+        try:
+            jobs.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _answer(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:
+        return pickle.dumps(Outcome("raised", text="The value returned on this rank cannot be pickled.\n" + _trace()))
+
+
+def run(job: Job) -> Outcome:
+    """Run *job* inside a process group of its own and tell how it ended."""
+    sys.path[:] = job.path
+    try:
+        with warnings.catch_warnings(), ExitStack() as prepared:
+            warnings.simplefilter("default")
+            warnings.filterwarnings("error", module=r"pp_free_warmup(\.|$)")
+            prepared.enter_context(_device(job))
+            prepared.enter_context(_process_group(job))
+            body = job.where.find()
+            return Outcome("returned", body(*job.arguments, **job.keywords))
+    except BaseException as error:
+        if type(error).__name__ == "Skipped":
+            return Outcome("skipped", text=str(error))
+        return Outcome("raised", text=_trace(job.where.file))
+
+
+@contextmanager
+def _device(job: Job) -> Iterator[None]:
+    """Make the job's device the current one."""
+    if job.device == "cpu":
+        with cuda_on_cpu(jit=job.jit):
+            yield
+        return
+    torch.cuda.set_device(job.rank)
+    yield
+
+
+@contextmanager
+def _process_group(job: Job) -> Iterator[None]:
+    """Start torch.distributed for the job; afterwards leave nothing of it, nor of Megatron's groups."""
+    patience = timedelta(seconds=job.timeout)
+    host, port = job.store
+    store = dist.PrefixStore(job.prefix, dist.TCPStore(host, port, is_master=False, timeout=patience))
+    torch.manual_seed(1234)
+    dist.init_process_group(
+        BACKENDS[job.device], store=store, rank=job.rank, world_size=job.world_size, timeout=patience
+    )
+    try:
+        yield
+    finally:
+        _forget_megatron()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+def _forget_megatron() -> None:
+    """Take down what Megatron keeps in module globals: groups, random states, buffers."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.destroy_model_parallel()
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    for name in ("num_microbatches_calculator", "rerun_state_machine"):
+        module = sys.modules.get(f"megatron.core.{name}")
+        forget = getattr(module, f"destroy_{name}", None)
+        if forget is not None:
+            forget()
+
+
+def _trace(file: str | None = None) -> str:
+    """Format the current exception, with the local variables of the innermost frame in *file*."""
+    text = traceback.format_exc()
+    frames = [frame for frame, _ in traceback.walk_tb(sys.exc_info()[2]) if frame.f_code.co_filename == file]
+    if frames:
+        shown = (f"    {name} = {_short(value)}" for name, value in frames[-1].f_locals.items())
+        text += "\n".join((f"Local variables of {frames[-1].f_code.co_name}:", *shown))
+    return text
+
+
+def _short(value: object, limit: int = 400) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<repr failed: {error!r}>"
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,88 @@
+"""The docs name what there is, link to what there is, and their code is code."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pp_free_warmup import errors
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_" not in str(path.parent.name)),
+]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+
+
+def _name(path):
+    return str(path.relative_to(ROOT))
+
+
+def _refusal_ids():
+    """Return the ids of all refusals, as they stand in the source of the preflight."""
+    tree = ast.parse((ROOT / "pp_free_warmup" / "_preflight.py").read_text())
+    calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refusal"
+    ]
+    ids = {call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
+    tables = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    rows = [
+        row for table in tables if isinstance(table, ast.Dict) for row in table.values if isinstance(row, ast.Tuple)
+    ]
+    return ids | {row.elts[0].value for row in rows}
+
+
+def _broken_links(page):
+    """Return the relative links of *page* that lead nowhere."""
+    targets = re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", page.read_text())
+    return [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page):
+    """Every relative link of a page names a file that exists."""
+    assert _broken_links(page) == []
+
+
+def test_a_broken_link_is_noticed(tmp_path):
+    """The check of links can fail."""
+    page = tmp_path / "page.md"
+    page.write_text("[there](page.md#part), [gone](gone.md), [outside](https://example.org/x)")
+    assert _broken_links(page) == ["gone.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_python_blocks_are_python(page):
+    """Every Python block of a page can be parsed."""
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        ast.parse(block)
+
+
+def test_every_error_is_described():
+    """The reference of errors has a heading for every exception that a user can meet."""
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "reference" / "errors.md").read_text(), flags=re.MULTILINE)
+    known = [name for name, value in vars(errors).items() if inspect.isclass(value) and value is not errors.WarmupError]
+    assert headings == known
+
+
+def test_every_refusal_is_described():
+    """The reference of errors has a row for every setup that the preflight refuses, and no other."""
+    rows = re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "reference" / "errors.md").read_text(), flags=re.MULTILINE)
+    assert set(rows) == _refusal_ids()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("example", EXAMPLES, ids=_name)
+def test_examples_run(example):
+    """Every example of the docs runs to its end, as a reader would start it."""
+    done = subprocess.run(
+        [sys.executable, str(example)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
