@@ -21,6 +21,7 @@ TOOLS = ("ruff==0.17.6", "import-linter==2.17", "pytest", "pytest-timeout")
 IN_ENVIRONMENT = ("mypy==2.4.1", "-e", ".[test,docs]")
 
 nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 
 

@@ -123,7 +123,7 @@ class Flow:
         if self._options.channels is not None:
             with self._stopwatch.measure("channels"):
                 prime(call, everything=self._options.channels == "all")
-        self.settle(Page(warm=True, generation=weakref.ref(call.groups.pipeline)))
+        self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(call.keywords))))
         report = WarmupReport(
             outcome="warmed" if decision.word is Word.GO else "primed",
             kind=self._kind,

@@ -70,9 +70,8 @@ def attributes_kept(owner: object, names: Iterable[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        with ExitStack() as undo:
-            for name, value in before.items():
-                undo.callback(_bind, owner, name, value)
+        for name, value in before.items():
+            _bind(owner, name, value)
 
 
 def _bind(owner: object, name: str, value: object) -> None:
@@ -138,6 +137,19 @@ def mapping_kept(mapping: dict[K, V]) -> Iterator[None]:
     finally:
         mapping.clear()
         mapping.update(before)
+
+
+@contextmanager
+def entries_kept(mapping: dict[K, V], keys: Collection[K]) -> Iterator[None]:
+    """Keep the objects that the listed keys of *mapping* lead to, those that are absent included."""
+    before = {key: mapping[key] for key in keys if key in mapping}
+    absent = [key for key in keys if key not in before]
+    try:
+        yield
+    finally:
+        mapping.update(before)
+        for key in absent:
+            mapping.pop(key, None)
 
 
 @contextmanager

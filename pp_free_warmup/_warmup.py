@@ -195,7 +195,7 @@ class PipelineWarmup:
 def _is_settled(keywords: Mapping[str, Any], kind: str) -> bool:
     """Tell whether this call needs no warmup any more; the whole cost of a warm call."""
     page = ledger.page(first_chunk(keywords), kind)
-    return page is not None and page.serves(megatron.pipeline_group_of(keywords))
+    return page is not None and page.serves(megatron.generation_of(keywords))
 
 
 def _faces_of(model: Any) -> list[torch.nn.Module]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import pp_free_warmup
 from pp_free_warmup import errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +22,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_" not in str(path.parent.name)),
 ]
+MODULES = sorted(module.name for module in pkgutil.walk_packages(pp_free_warmup.__path__, "pp_free_warmup."))
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 
 
@@ -76,6 +81,12 @@ def test_every_refusal_is_described():
     """The reference of errors has a row for every setup that the preflight refuses, and no other."""
     rows = re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "reference" / "errors.md").read_text(), flags=re.MULTILINE)
     assert set(rows) == _refusal_ids()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_docstring_examples_hold(name):
+    """Every example in a docstring gives what it says."""
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 @pytest.mark.ranks

@@ -1,33 +1,35 @@
-"""One call's votes: who votes where, and how the one decision reaches everybody."""
+"""One call's votes: who votes where, and how one decision reaches everybody."""
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from pp_free_warmup._agreement.halls import Hall, inner, timeout_of
 from pp_free_warmup._agreement.mailbox import Mailbox, StoreLost, store_host
-from pp_free_warmup._agreement.signs import Heart, Signs
-from pp_free_warmup._agreement.watcher import Watcher
-from pp_free_warmup._agreement.words import Decision, Reason, Tally, Word, decide
+from pp_free_warmup._agreement.meeting import Meeting
+from pp_free_warmup._agreement.pace import Pace
+from pp_free_warmup._agreement.signs import Heart
+from pp_free_warmup._agreement.watcher import Watcher, logger
+from pp_free_warmup._agreement.words import Decision, Tally, Word
 from pp_free_warmup.errors import RankSilent
 
-T = TypeVar("T")
+PROGRESS_SECONDS = 30.0
 
 
 class Ballot:
     """All votes of one schedule call.
 
-    Every rank of the stage says a word; the first rank of the stage's group puts them together and
+    Every rank of a stage says a word; the first rank of the stage's group puts them together and
     speaks for the stage in the pipeline's group, whose first rank decides. The decision is one key
-    of the store, and the first to write it wins: usually that first rank, but whoever fails writes
-    the failure at once, and whoever waits too long for a silent rank writes that. Everyone obeys
-    what is stored, so no two ranks can part ways. Nobody ever waits inside the store.
+    of the store, and the first to write it wins: usually that first rank, but a rank that failed
+    writes its failure at once, and a rank that waited too long for a silent one writes that.
+    Everyone obeys what is stored, so no two ranks can part ways. Nobody ever waits inside the store.
 
     Args:
         pipeline: The pipeline's process group.
@@ -36,28 +38,121 @@ class Ballot:
         timeout: Seconds without a sign of life after which a rank counts as lost; None takes the
             pipeline group's own timeout.
 
-    Example:
-        A skipped call, on every rank of a pipeline of two stages::
+    Raises:
+        UnsupportedSetup: The process groups have no store.
 
-            ballot = Ballot(pipeline_group, (stage_group,))
+    Example:
+        On every rank::
+
+            ballot = Ballot(pipeline_group, (stage_group,), timeout=60)
             with ballot.watching():
-                decision = ballot.vote(Word.GO)
+                if ballot.vote(Word.GO).word is Word.GO:
+                    seconds = run_pass()
+                    ballot.vote(Word.GO, detail={"pass": seconds})
     """
 
     def __init__(self, pipeline: Any, stage: Sequence[Any], timeout: float | None = None) -> None:
-        self._rank: int = dist.get_rank()
+        rank = dist.get_rank()
         self._mailbox = Mailbox()
         groups = [group for group in map(inner, stage) if group.size() > 1] + [inner(pipeline)]
-        self._halls: list[Hall] = []
-        for group in groups:
-            if all(hall.leads for hall in self._halls):
-                self._halls.append(Hall(group, self._mailbox, self._rank))
-        self._level = len(self._halls) - 1
-        self._speaks_for_stage = len(self._halls) == len(groups)
-        self._box = self._halls[-1].place() if self._speaks_for_stage else None
-        self._timeout = timeout_of(inner(pipeline)) if timeout is None else timeout
-        ranks = 1
-        for group in groups:
-            ranks *= group.size()
-        self.pace = Pace(self._timeout, ranks)
-        self.heart = Heart(self._mailbox, self._rank, self._level, self.pace.sign)
+        self._timeout = timeout_of(groups[-1]) if timeout is None else timeout
+        self._pace = Pace(self._timeout, math.prod(group.size() for group in groups))
+        halls = _halls(groups, self._mailbox, rank)
+        self._heart = Heart(self._mailbox, rank, len(halls) - 1, self._pace.sign)
+        self._meeting = Meeting(halls, len(groups), self._mailbox, self._heart, self._pace, self._timeout, rank)
+        self._watcher: Watcher | None = None
+
+    def vote(self, word: Word, reason: str = "", detail: Mapping[str, float] | None = None) -> Decision:
+        """Say a word and return what all ranks of the call do.
+
+        Args:
+            word: What this rank says; `Word.FAILED` decides for all at once.
+            reason: Why, in one sentence; named to the others.
+            detail: Numbers to carry along, such as phase seconds; summed up per stage.
+
+        Returns:
+            The same decision on every rank. `Word.FAILED` is returned, not raised.
+
+        Raises:
+            RankSilent: A rank gave no sign of life for longer than the timeout, or the store is gone.
+        """
+        try:
+            decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail))
+        except StoreLost as lost:
+            decision = None if self._watcher is None else self._watcher.heard
+            if decision is None:
+                raise _store_lost(lost) from lost
+        if decision.word is Word.FAILED:
+            self.linger()
+        if decision.silent:
+            raise _rank_silent(decision.silent, self._timeout)
+        return decision
+
+    def tell(self, phase: str, progress: int = 0) -> None:
+        """Note what this rank does now, for the others to see; cheap, no communication.
+
+        Args:
+            phase: A few words, such as ``"forward of chunk 0"``.
+            progress: Any number that changes as the phase gets on.
+        """
+        self._heart.tell(phase, progress)
+
+    def linger(self) -> None:
+        """Wait until every rank that lives has seen the decision, before this one raises and may exit.
+
+        The store may live in this very process, and a launcher ends all ranks when one exits.
+        """
+        time.sleep(self._pace.linger)
+
+    @contextmanager
+    def watching(
+        self, on_progress: Callable[[str], None] = logger.info, every: float = PROGRESS_SECONDS
+    ) -> Iterator[None]:
+        """Show signs of life from a thread during the block, and log other ranks' failures as they happen.
+
+        Args:
+            on_progress: Called with one line about all stages; on the pipeline's first rank only.
+            every: Seconds between two such lines.
+        """
+        progress = self._meeting.progress if self._meeting.chairs else None
+        watcher = Watcher(self._pace.sign, self._heart.beat, self._meeting.early, progress, on_progress, every)
+        self._watcher = watcher
+        watcher.start()
+        try:
+            yield
+        finally:
+            watcher.stop()
+            self._take_sign_away()
+
+    def _take_sign_away(self) -> None:
+        try:
+            self._heart.stop()
+        except StoreLost as lost:  # whatever ends the block has more to say than this
+            logger.warning("pp_free_warmup: the store of the process groups is lost: %s", lost)
+
+
+def _halls(groups: Sequence[Any], mailbox: Mailbox, rank: int) -> list[Hall]:
+    """Return the groups in which this rank has a voice: each next one as long as it leads all before."""
+    halls: list[Hall] = []
+    for group in groups:
+        if all(hall.leads for hall in halls):
+            halls.append(Hall(group, mailbox, rank))
+    return halls
+
+
+def _rank_silent(silent: str, timeout: float) -> RankSilent:
+    return RankSilent(
+        "The warmup was given up on all ranks: some gave no sign of life.",
+        found=f"{silent}; expected one at least every {timeout:.0f} s.",
+        matters="Ranks that go on without the others would wait for them in the pipeline until its timeout.",
+        do="Look at the named ranks' logs; a rank that is only slow needs a longer timeout=.",
+    )
+
+
+def _store_lost(lost: StoreLost) -> RankSilent:
+    return RankSilent(
+        "The warmup was given up on this rank: the process that serves the key-value store is lost.",
+        found=f"{lost}; expected an answer from the store ({store_host()}).",
+        matters="The ranks cannot agree any more on whether to warm up.",
+        do="Look at the log of that process: it ended before this one.",
+    )

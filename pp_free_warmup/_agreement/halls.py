@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -27,8 +27,28 @@ def timeout_of(group: Any) -> float:
     return timeout.total_seconds()
 
 
+class Place(NamedTuple):
+    """Where one vote of one group happens in the store.
+
+    Attributes:
+        name: The group's own, never that of another group object.
+        number: Which of the group's votes.
+    """
+
+    name: str
+    number: int
+
+    def key(self, what: str) -> str:
+        """Return one key of this place: ``words``, ``box`` or ``decision``."""
+        return f"{self.name}/{self.number}/{what}"
+
+    def later(self, votes: int) -> Place:
+        """Return the place of the vote that comes some *votes* later."""
+        return Place(self.name, self.number + votes)
+
+
 class Hall:
-    """The places of one process group in the store, a new one for every vote.
+    """What one process group is to a vote: its ranks, and a place in the store for every vote.
 
     No place is ever used twice: votes are counted per group object, and group objects of one name
     are counted in the store (torch names them alike again once the world was destroyed and rebuilt,
@@ -44,23 +64,21 @@ class Hall:
         leads: True on the rank that speaks for the group elsewhere.
     """
 
-    _votes: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+    _places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: Any, mailbox: Mailbox, rank: int) -> None:
         self._group = group
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self.leads = self.ranks[0] == rank
-        if group not in self._votes:
-            digest = zlib.crc32(repr(self.ranks).encode())
-            name = f"{PREFIX}/group {group.group_name}/{digest:08x}"
-            self._votes[group] = (f"{name}/{mailbox.count(f'{name}/met by {rank}')}", 0)
+        if group not in self._places:
+            name = f"{PREFIX}/group {group.group_name}/{zlib.crc32(repr(self.ranks).encode()):08x}"
+            self._places[group] = Place(f"{name}/{mailbox.count(f'{name}/met by {rank}')}", 0)
 
-    def place(self, later: int = 0) -> str:
-        """Return what the keys of the current vote begin with, or of one some votes *later*."""
-        name, votes = self._votes[self._group]
-        return f"{name}/{votes + later}"
+    @property
+    def place(self) -> Place:
+        """The place of the current vote."""
+        return self._places[self._group]
 
     def rise(self) -> None:
         """Go on to the next vote."""
-        name, votes = self._votes[self._group]
-        self._votes[self._group] = (name, votes + 1)
+        self._places[self._group] = self.place.later(1)

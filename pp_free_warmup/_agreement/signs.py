@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from pp_free_warmup._agreement.halls import PREFIX
 from pp_free_warmup._agreement.mailbox import Mailbox
@@ -20,6 +20,34 @@ def sign_key(rank: int) -> str:
     return f"{PREFIX}/sign of {rank}"
 
 
+class Sign(NamedTuple):
+    """What a rank publishes of itself.
+
+    Attributes:
+        beats: How many signs it gave; it lives while this rises.
+        moves: How often it got on; it works while this rises.
+        phase: What it does.
+        level: In how many groups, from its own stage's up to the pipeline's, it has a voice, minus one.
+    """
+
+    beats: int
+    moves: int
+    phase: str
+    level: int
+
+    @classmethod
+    def read(cls, text: str) -> Sign:
+        """Read what `text` wrote."""
+        return cls(*json.loads(text))
+
+    def text(self) -> str:
+        """Write this as JSON."""
+        return json.dumps(list(self))
+
+
+NEVER = Sign(0, 0, "", -1)
+
+
 class Heart:
     """This rank's sign of life: a number that rises, its phase, and how often it got on.
 
@@ -28,7 +56,7 @@ class Heart:
     Args:
         mailbox: The store.
         rank: This process's global rank.
-        level: In how many groups, counted from its own stage's up, this rank has a voice, minus one.
+        level: See `Sign`.
         period: Seconds between two signs.
     """
 
@@ -63,7 +91,7 @@ class Heart:
                 return
             self._last = now
             self._beats += 1
-            self._mailbox.write(self._key, json.dumps([self._beats, self._moves, self._at[0], self._level]))
+            self._mailbox.write(self._key, Sign(self._beats, self._moves, self._at[0], self._level).text())
 
     def stop(self) -> None:
         """Take the sign away."""
@@ -72,15 +100,10 @@ class Heart:
             self._mailbox.forget([self._key])
 
 
-@dataclass
-class _Record:
-    beats: int
-    moves: int
-    phase: str
-    level: int
+class _Record(NamedTuple):
+    sign: Sign
     heard: float
     moved: float
-    seen: bool
 
 
 class Signs:
@@ -99,46 +122,43 @@ class Signs:
         self._records: dict[int, _Record] = {}
         self._looked = -period
 
-    def look(self, ranks: Iterable[int]) -> bool:
-        """Look for new signs of *ranks*, unless the last look is recent; tell whether it looked."""
-        now = time.monotonic()
-        if now - self._looked < self._period:
-            return False
-        self._looked = now
-        for rank in ranks:
-            self._note(rank, self._mailbox.peek(sign_key(rank)), now)
-        return True
+    @property
+    def due(self) -> bool:
+        """True once the last look is a period ago."""
+        return time.monotonic() - self._looked >= self._period
 
-    def _note(self, rank: int, sign: str | None, now: float) -> None:
-        beats, moves, phase, level = (0, 0, "", -1) if sign is None else json.loads(sign)
-        old = self._records.get(rank)
-        heard = now if old is None or (sign is not None and beats != old.beats) else old.heard
-        moved = now if old is None or (sign is not None and moves != old.moves) else old.moved
-        if sign is None and old is not None:
-            beats, moves, phase, level = old.beats, old.moves, old.phase, old.level
-        self._records[rank] = _Record(beats, moves, phase, level, heard, moved, sign is not None or bool(old and old.seen))
+    def look(self, awaited: Mapping[int, int]) -> None:
+        """Look for new signs of the awaited ranks, given with the level at which each is awaited."""
+        self._looked = time.monotonic()
+        for rank in awaited:
+            text = self._mailbox.peek(sign_key(rank))
+            old = self._records.get(rank)
+            sign = Sign.read(text) if text is not None else NEVER if old is None else old.sign
+            heard = self._looked if old is None or sign.beats != old.sign.beats else old.heard
+            moved = self._looked if old is None or sign.moves != old.sign.moves else old.moved
+            self._records[rank] = _Record(sign, heard, moved)
 
-    def silent(self, ranks: Iterable[int]) -> str:
-        """Say which of *ranks* gave no sign of life for too long, and what they did last; "" if none."""
-        now = time.monotonic()
-        return "; ".join(filter(None, (self._silence(rank, now) for rank in ranks)))
+    def silent(self, awaited: Mapping[int, int]) -> dict[int, str]:
+        """Say which of the awaited ranks gave no sign for too long, and what they did last."""
+        found = {rank: self._silence(rank, self._records[rank]) for rank in awaited}
+        return {rank: text for rank, text in found.items() if text}
 
-    def _silence(self, rank: int, now: float) -> str:
-        record = self._records.get(rank)
-        if record is None:
-            return ""
-        if now - record.heard > self._timeout:
-            if not record.seen:
-                return f"rank {rank} never came to this call ({now - record.heard:.0f} s)"
-            return f"rank {rank} is lost: no sign of life for {now - record.heard:.0f} s, last seen {record.phase!r}"
-        if now - record.moved > STUCK_TIMEOUTS * self._timeout:
-            return f"rank {rank} is alive but makes no progress: {now - record.moved:.0f} s in {record.phase!r}"
+    def _silence(self, rank: int, record: _Record) -> str:
+        unheard, unmoved = self._looked - record.heard, self._looked - record.moved
+        if unheard > self._timeout:
+            if record.sign is NEVER:
+                return f"rank {rank} never came to this call (waited {unheard:.0f} s)"
+            return f"rank {rank} is lost: no sign of life for {unheard:.0f} s, last seen in {record.sign.phase!r}"
+        if unmoved > STUCK_TIMEOUTS * self._timeout:
+            return f"rank {rank} is alive but made no progress for {unmoved:.0f} s in {record.sign.phase!r}"
         return ""
 
-    def misplaced(self, ranks: Iterable[int], level: int) -> list[int]:
-        """Return those of *ranks* that live but have no voice at *level*."""
-        return [rank for rank in ranks if rank in self._records and 0 <= self._records[rank].level < level]
+    def misplaced(self, awaited: Mapping[int, int]) -> list[int]:
+        """Return those of the awaited ranks that live but have no voice where they are awaited."""
+        return [rank for rank, level in awaited.items() if 0 <= self._records[rank].sign.level < level]
 
-    def phases(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what each of *ranks* was last seen doing."""
-        return {rank: self._records[rank].phase for rank in ranks if rank in self._records}
+
+def read_phases(mailbox: Mailbox, ranks: Iterable[int]) -> dict[int, str]:
+    """Return what each of *ranks* says it does now."""
+    texts = {rank: mailbox.peek(sign_key(rank)) for rank in ranks}
+    return {rank: "no sign yet" if text is None else Sign.read(text).phase for rank, text in texts.items()}

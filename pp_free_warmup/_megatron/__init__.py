@@ -6,7 +6,23 @@ Each file here knows one side of it, and says for which releases.
 from __future__ import annotations
 
 from pp_free_warmup._megatron.contract import check_contract
-from pp_free_warmup._megatron.groups import Groups, groups_of, is_initialized, pipeline_group_of
+from pp_free_warmup._megatron.features import (
+    attention_maxima,
+    checkpointing_flag,
+    deferred_embeddings,
+    fused_operations,
+    graph_slots,
+    offload_marks,
+    offload_plan,
+    over_budget_flags,
+    router_generators,
+    router_replays,
+    router_tracer,
+    stash_plan,
+    with_fused_parts,
+)
+from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
+from pp_free_warmup._megatron.groups import Groups, generation_of, groups_of, is_initialized, pipeline_group_of
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
     INTERLEAVED,
@@ -29,19 +45,53 @@ from pp_free_warmup._megatron.schedule import (
     unwrapped,
     without_gradient_sync,
 )
+from pp_free_warmup._megatron.training import (
+    RERUN_MACHINE,
+    rerun_module,
+    rerun_validator,
+    timer_records,
+    timers_in_use,
+)
+from pp_free_warmup._megatron.trackers import (
+    Slot,
+    activation_records,
+    close_nvtx_range,
+    loss_scales,
+    loss_trackers,
+    nvtx_ranges,
+    sequence_statistics,
+    straggler_timer,
+    student_logits_are_captured,
+)
 
 __all__ = [
+    "timers_in_use",
+    "timer_records",
+    "rerun_validator",
+    "rerun_module",
+    "RERUN_MACHINE",
+    "bucket_groups",
+    "bucket_fields",
     "INTERLEAVED",
     "REQUIRED_KEYWORDS",
     "SCHEDULE_NAMES",
     "Groups",
     "Shape",
+    "Slot",
     "TrackerContents",
+    "activation_records",
     "arriving_shape",
+    "attention_maxima",
     "backward_step",
     "check_contract",
+    "checkpointing_flag",
+    "close_nvtx_range",
     "config_of",
+    "deferred_embeddings",
     "forward_step",
+    "fused_operations",
+    "graph_slots",
+    "generation_of",
     "groups_of",
     "is_encoder_decoder",
     "is_first",
@@ -49,13 +99,27 @@ __all__ = [
     "is_fully_sharded",
     "is_initialized",
     "is_last",
+    "loss_scales",
+    "loss_trackers",
+    "nvtx_ranges",
+    "offload_marks",
+    "offload_plan",
+    "over_budget_flags",
     "owner_of_input",
     "pipeline_group_of",
     "read_tracker",
     "receive_shapes",
     "release_output",
+    "router_generators",
+    "router_replays",
+    "router_tracer",
     "schedule_module",
+    "sequence_statistics",
     "set_tracker",
+    "stash_plan",
+    "straggler_timer",
+    "student_logits_are_captured",
     "unwrapped",
+    "with_fused_parts",
     "without_gradient_sync",
 ]

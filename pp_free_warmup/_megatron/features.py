@@ -149,7 +149,7 @@ def _run_eager(manager: Any, module: torch.nn.Module, args: Any, kwargs: Any, **
     function = getattr(manager, "func", None)
     if function is not None:
         return function(*args, **kwargs)
-    return super(MegatronModule, module).__call__(*args, **kwargs)  # type: ignore[misc]
+    return super(MegatronModule, module).__call__(*args, **kwargs)
 
 
 def _same_stream(generator: torch.Generator | None) -> torch.Generator | None:

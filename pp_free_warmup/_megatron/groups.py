@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 
@@ -33,6 +34,17 @@ class Groups:
 def is_initialized() -> bool:
     """Tell whether Megatron's model-parallel groups exist."""
     return bool(parallel_state.model_parallel_is_initialized())
+
+
+def generation_of(keywords: Mapping[str, Any]) -> Any:
+    """Return the group object whose channels a call uses: a new one after groups were rebuilt.
+
+    A wrapper that can rebuild its group (miles' ReloadableProcessGroup) stays the same object and
+    keeps the real one as ``.group``: that one is the generation.
+    """
+    group = pipeline_group_of(keywords)
+    within = None if type(group) is torch.distributed.ProcessGroup else getattr(group, "group", None)
+    return within if isinstance(within, torch.distributed.ProcessGroup) else group
 
 
 def pipeline_group_of(keywords: Mapping[str, Any]) -> Any:

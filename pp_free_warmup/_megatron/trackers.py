@@ -1,12 +1,12 @@
 """Where a forward leaves values for somebody else to read: logs, loss scales, statistics, profilers.
 
-Nothing here imports a part of Megatron that the run itself has not loaded, with one exception that
-`loss_scales` explains: state of a module that is not loaded cannot have been touched.
+A part of Megatron that the run itself has not loaded is not imported here: its state cannot have been
+touched. The exceptions are parts that `schedules.forward_step` imports when it runs, since state that
+appears during the pass would stay.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import utils
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 MOE = "megatron.core.transformer.moe"
-MTP = "megatron.core.transformer.multi_token_prediction"
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
+SCALE = "main_loss_backward_scale"
 
 
 class Slot(NamedTuple):
@@ -53,7 +54,7 @@ def loss_trackers() -> Iterator[Slot]:
     """
     yield from _slots(loaded(f"{MOE}.moe_utils"), "_MOE_LAYER_WISE_LOGGING_TRACKER", {})
     yield from _slots(loaded(f"{MOE}.moe_logging"), "_MOE_METRICS_TRACKER", None)
-    yield from _slots(named(MTP, "MTPLossLoggingHelper"), "tracker", {})
+    yield from _slots(MTPLossLoggingHelper, "tracker", {})
     yield from _slots(named(DSA, "DSAIndexerLossLoggingHelper"), "tracker", {})
 
 
@@ -62,22 +63,23 @@ def loss_scales(configs: Iterable[Any]) -> Iterator[Slot]:
 
     `set_loss_scale` of MoE (all releases) and DSA (0.16 on) copies into the tensor that is there, or
     keeps the one it is given where there is none; that of MTP re-binds.
-
-    `schedules.forward_step` imports MTP's scale at every call, and DSA's where a config asks for
-    it (0.19), also on a stage without such a layer. Both are imported here first, since a scale
-    that appears during the pass would stay.
     """
-    importlib.import_module(MTP)
+    for config in configs:
+        _import_scale_of(config)
+    scalers = (
+        named(f"{MOE}.moe_utils", "MoEAuxLossAutoScaler"),
+        MTPLossAutoScaler,
+        named(DSA, "DSAIndexerLossAutoScaler"),
+    )
+    for scaler in scalers:
+        yield from _slots(scaler, SCALE, _copy(getattr(scaler, SCALE, None)))
+
+
+def _import_scale_of(config: Any) -> None:
+    """Let `schedules` import the scale that this config asks for, also on a stage without such a layer (0.19)."""
     find = getattr(schedules, "_get_experimental_attention_variant_loss_scale_func", None)
-    for config in configs if find is not None else ():
+    if find is not None:
         find(config)
-    for module, name in (
-        (f"{MOE}.moe_utils", "MoEAuxLossAutoScaler"),
-        (MTP, "MTPLossAutoScaler"),
-        (DSA, "DSAIndexerLossAutoScaler"),
-    ):
-        scale = getattr(named(module, name), "main_loss_backward_scale", None)
-        yield from _slots(named(module, name), "main_loss_backward_scale", _copy(scale))
 
 
 def sequence_statistics() -> Iterator[Slot]:

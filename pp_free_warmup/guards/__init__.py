@@ -12,7 +12,7 @@ outside this library, goes into ``pipeline_warmup(extra_guards=[...])`` instead.
 
 Three moves only, all in `pp_free_warmup._undo`: *lend* another object and give the old one back
 (``swapped``), *copy* tensors or contents and write them back in place (``tensors_kept``,
-``mapping_kept``, ``contents_kept``, ``attributes_kept``), *read and set* (random numbers). Clearing
+``contents_kept``, ``attributes_kept``, ``fields_kept``), *read and set* (random numbers). Clearing
 is not putting back. Guards never communicate: ranks may hold different state, and a collective
 that only some ranks reach hangs the job.
 """
@@ -26,12 +26,68 @@ import torch
 
 from pp_free_warmup._call import Guard, ScheduleCall
 from pp_free_warmup.errors import RestoreFailed
+from pp_free_warmup.guards.activation_logs import activation_logs
+from pp_free_warmup.guards.activation_offload import activation_offload
+from pp_free_warmup.guards.buffers import buffers
+from pp_free_warmup.guards.config_fields import config_fields
+from pp_free_warmup.guards.cuda_graphs import cuda_graphs
+from pp_free_warmup.guards.current_microbatch import current_microbatch
+from pp_free_warmup.guards.ddp_buckets import ddp_buckets
+from pp_free_warmup.guards.deferred_wgrad import deferred_wgrad
+from pp_free_warmup.guards.first_microbatch import first_microbatch
+from pp_free_warmup.guards.fp8_state import fp8_state
+from pp_free_warmup.guards.fused_operations import fused_operations
+from pp_free_warmup.guards.gradients import gradients
+from pp_free_warmup.guards.loss_scales import loss_scales
+from pp_free_warmup.guards.loss_trackers import loss_trackers
+from pp_free_warmup.guards.nvtx_ranges import nvtx_ranges
+from pp_free_warmup.guards.paged_stash import paged_stash
+from pp_free_warmup.guards.parameters import parameters
+from pp_free_warmup.guards.qk_clip import qk_clip
+from pp_free_warmup.guards.recompute_flags import recompute_flags
+from pp_free_warmup.guards.rerun_machine import rerun_machine
 from pp_free_warmup.guards.rng import rng
+from pp_free_warmup.guards.router_budget import router_budget
+from pp_free_warmup.guards.router_random import router_random
+from pp_free_warmup.guards.router_replay import router_replay
+from pp_free_warmup.guards.router_trace import router_trace
+from pp_free_warmup.guards.sequence_statistics import sequence_statistics
+from pp_free_warmup.guards.stage_inputs import stage_inputs
+from pp_free_warmup.guards.straggler_timer import straggler_timer
+from pp_free_warmup.guards.timers import timers
 
 Entered = tuple[str, AbstractContextManager[None]]
 
 GUARDS: tuple[Guard, ...] = (
     rng,  # first in, last out: saving and putting back the others may draw numbers
+    config_fields,  # before the guards that lend a field of a config
+    parameters,  # before the guards that lend an attribute of a parameter
+    gradients,
+    ddp_buckets,
+    buffers,
+    first_microbatch,
+    current_microbatch,
+    stage_inputs,
+    timers,
+    rerun_machine,
+    loss_scales,
+    loss_trackers,
+    router_replay,
+    router_random,
+    router_budget,
+    router_trace,
+    qk_clip,
+    fp8_state,
+    fused_operations,
+    deferred_wgrad,
+    activation_offload,
+    paged_stash,
+    cuda_graphs,
+    recompute_flags,
+    sequence_statistics,
+    activation_logs,
+    straggler_timer,
+    nvtx_ranges,
 )
 
 

@@ -28,8 +28,14 @@ def start_parallel(layout: Layout, seed: int) -> None:
         expert_tensor_parallel_size=1 if layout.moe else None,
         create_gloo_process_groups=False,
     )
-    torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    _known(
+        tensor_parallel.model_parallel_cuda_manual_seed,
+        seed,
+        te_rng_tracker=layout.rng_tracker == "te",
+        use_cudagraphable_rng=layout.rng_tracker == "graph-safe",
+    )
 
 
 def build_chunks(layout: Layout) -> list[Any]:
@@ -70,7 +76,7 @@ def _bare(layout: Layout, config: Any, vp_stage: int | None, *, first: bool, las
 def _layer_spec(layout: Layout, config: Any) -> Any:
     if layout.transformer_impl == "te":
         build = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-        return build(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        return build(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
 
 
@@ -84,7 +90,7 @@ def _wrapped(layout: Layout, config: Any, number: int, chunk: Any) -> Any:
         # Small enough for several buckets, so that overlap has something to overlap.
         bucket_size=20_000 if layout.overlap_grad_reduce else None,
     )
-    if layout.bf16:
+    if layout.bf16 or layout.fp16:
         chunk = Float16Module(config, chunk)
     wrapped = DistributedDataParallel(config, data_parallel, chunk, disable_bucketing=number > 0)
     wrapped.broadcast_params()
@@ -100,6 +106,10 @@ def build_optimizer(layout: Layout, chunks: list[Any]) -> Any:
         weight_decay=0.01,
         clip_grad=1.0,
         bf16=layout.bf16,
+        fp16=layout.fp16,
+        # Overflows in the first steps and grows again a few steps later.
+        initial_loss_scale=2.0**18,
+        loss_scale_window=4,
         params_dtype=layout.dtype,
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,

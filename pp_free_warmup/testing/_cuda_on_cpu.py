@@ -55,6 +55,8 @@ def cuda_on_cpu(*, jit: bool = False) -> Iterator[None]:
         if not isinstance(torch.cuda.default_generators, cuda_random.OneGenerator):
             undo.enter_context(_transformer_engine_hidden())
             megatron = _megatron_modules()
+            # Dynamo's table of torch's functions, made once: one stand-in under two names would have two entries.
+            torch._dynamo.trace_rules.get_torch_obj_rule_map()
             _lend_torch(partial(_lend, undo))
             _lend_megatron(partial(_lend, undo), megatron)
         # A stance, not Megatron's disable_jit_fuser(): that one acts only on modules that are
@@ -136,7 +138,7 @@ def _megatron_modules() -> dict[str, ModuleType]:
         "random": "megatron.core.tensor_parallel.random",
         "moe_utils": "megatron.core.transformer.moe.moe_utils",
         "dispatcher": "megatron.core.transformer.moe.token_dispatcher",
-        "model": "megatron.core.models.gpt",
+        "model": "megatron.core.models.gpt.gpt_layer_specs",
         "schedules": "megatron.core.pipeline_parallel.schedules",
         "optimizer": "megatron.core.optimizer",
     }

@@ -27,6 +27,7 @@ class Layout:
         tied: Share the weights of the embedding and the output layer.
         dropout: Probability of hidden and attention dropout.
         bf16: Train in bfloat16 with float32 gradients.
+        fp16: Train in float16 with float32 gradients and a dynamic loss scale.
         mtp: Multi-token-prediction layers.
         variable_seq_lengths: Microbatches differ in length; stages tell each other the shape.
         deallocate: Drop a stage's output tensor once it was sent.
@@ -34,6 +35,8 @@ class Layout:
         device: ``"cpu"`` (inside `cuda_on_cpu`) or ``"cuda"``. All that depends on it asks here.
         transformer_impl: Megatron's own modules, or Transformer Engine's.
         fp8: Transformer Engine's FP8 format.
+        rng_tracker: Megatron's tracker of random states: its own, its own in the form that CUDA graphs
+            need, or Transformer Engine's.
         layers: Decoder layers of the whole model.
         hidden: Hidden size.
         heads: Attention heads.
@@ -58,6 +61,7 @@ class Layout:
     tied: bool = True
     dropout: float = 0.1
     bf16: bool = False
+    fp16: bool = False
     mtp: int = 0
     variable_seq_lengths: bool = False
     deallocate: bool = False
@@ -65,6 +69,7 @@ class Layout:
     device: Literal["cpu", "cuda"] = "cpu"
     transformer_impl: Literal["local", "te"] = "local"
     fp8: str | None = None
+    rng_tracker: Literal["default", "graph-safe", "te"] = "default"
     layers: int = 4
     hidden: int = 64
     heads: int = 4
@@ -77,7 +82,8 @@ class Layout:
     @property
     def dtype(self) -> torch.dtype:
         """The type of parameters and activations."""
-        return torch.bfloat16 if self.bf16 else torch.float32
+        half = torch.float16 if self.fp16 else torch.float32
+        return torch.bfloat16 if self.bf16 else half
 
     def length(self, microbatch: int) -> int:
         """Return the number of tokens per sample of the *microbatch*-th microbatch of a step."""
@@ -97,6 +103,7 @@ def transformer_options(layout: Layout) -> dict[str, Any]:
         "pipeline_dtype": layout.dtype,
         "params_dtype": layout.dtype,
         "bf16": layout.bf16,
+        "fp16": layout.fp16,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vp,
