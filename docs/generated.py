@@ -77,7 +77,10 @@ def guards() -> str:
 
 def commands() -> str:
     """Show each command's own help."""
-    return "\n\n".join(f"```text\n{_help(name)}\n```" for name in ("", "demo"))
+    from pp_free_warmup._cli import COMMANDS
+
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    return "\n\n".join(f"```text\n{_help(name)}\n```" for name in ("", *names))
 
 
 def _help(command: str) -> str:

@@ -73,7 +73,7 @@ class Neighbours:
             yield
             return
 
-        def bind(module: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def bind(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             shape = megatron.arriving_shape(self._call.config, self._call.groups, positional, named)
             if shape is not None:
                 inputs[:] = [self.made_up(shape)]

@@ -18,6 +18,7 @@ def add_warmup_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         The same parser, as Megatron's providers must.
 
     Example:
+        >>> import argparse
         >>> parser = add_warmup_args(argparse.ArgumentParser())
         >>> parser.parse_args(["--enable-pp-free-warmup"]).enable_pp_free_warmup
         True

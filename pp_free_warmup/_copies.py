@@ -50,7 +50,7 @@ class _Copier:
         known = self._memo.get(id(item))
         if known is not None:
             return known[1]
-        if isinstance(item, (dict, UserDict, list)):
+        if isinstance(item, (dict, UserDict, list)) or _is_record(item):
             return self._copy_mutable(item)
         made = self._copy_rest(item)
         self._memo[id(item)] = (item, made)
@@ -58,12 +58,15 @@ class _Copier:
 
     def _copy_mutable(self, item: Any) -> Any:
         made = copy.copy(item)  # keeps the subclass, and what a defaultdict needs
-        self._memo[id(item)] = (item, made)
+        self._memo[id(item)] = (item, made)  # before its parts: one of them may lead back to it
         if isinstance(item, (dict, UserDict)):
             for key, value in item.items():
                 made[key] = self.copy(value)
-        else:
+        elif isinstance(item, list):
             made[:] = [self.copy(value) for value in item]
+        else:
+            for name, value in _fields(item).items():
+                object.__setattr__(made, name, self.copy(value))  # past a frozen dataclass's refusal
         return made
 
     def _copy_rest(self, item: Any) -> Any:
@@ -72,12 +75,6 @@ class _Copier:
         if isinstance(item, tuple):
             values = [self.copy(value) for value in item]
             return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            made = copy.copy(item)
-            for field in dataclasses.fields(item):
-                if hasattr(item, field.name):
-                    object.__setattr__(made, field.name, self.copy(getattr(item, field.name)))
-            return made
         return item.clone() if callable(getattr(item, "clone", None)) and not isinstance(item, type) else item
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -112,14 +109,23 @@ def _parts(item: Any) -> list[Any]:
         return list(item.values())
     if isinstance(item, (list, tuple)):
         return list(item)
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [getattr(item, field.name) for field in dataclasses.fields(item) if hasattr(item, field.name)]
-    return []
+    return list(_fields(item).values()) if _is_record(item) else []
+
+
+def _is_record(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+
+
+def _fields(item: Any) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if hasattr(item, field.name)}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether the tensor is an ordinary strided one, of a storage that can be copied by bytes."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    lazy = tensor.is_conj() or tensor.is_neg()  # a flag on the view, not in the bytes
+    return not (tensor.is_meta or tensor.is_nested or tensor.is_quantized or lazy)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -130,10 +136,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the bytes that a tensor uses of its storage, widened to multiples of 16 (any element size)."""
     size = tensor.element_size()
     low = tensor.storage_offset() * size
-    reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True)) if tensor.numel() else -1
-    return low // 16 * 16, low + (reach + 1) * size
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    reach = sum((int(n) - 1) * int(step) for n, step in steps) if tensor.numel() else -1
+    return low // 16 * 16, int(low + (reach + 1) * size)
 
 
 def _bytes_of(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage(), low, (max(high - low, 0),), (1,))  # type: ignore[no-any-return]
+    return whole.set_(tensor.untyped_storage(), low, (max(high - low, 0),), (1,))

@@ -15,14 +15,14 @@ from pp_free_warmup._warmup import PipelineWarmup, pipeline_warmup
 from pp_free_warmup.errors import UnsupportedSetup
 
 
-class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
     @property
     def warmup(self) -> PipelineWarmup:
         """The handle of the decorated function; its ``report`` tells what happened."""
         return self._self_parent.warmup  # type: ignore[no-any-return]
 
 
-class _Warmed(wrapt.FunctionWrapper):  # type: ignore[misc]
+class _Warmed(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A function whose first pipeline-parallel step is warmed; name, signature and doc are the function's."""
 
     __bound_function_wrapper__ = _Bound
@@ -34,7 +34,7 @@ class _Warmed(wrapt.FunctionWrapper):  # type: ignore[misc]
     @property
     def warmup(self) -> PipelineWarmup:
         """The handle of the decorated function; its ``report`` tells what happened."""
-        return self._self_warmup  # type: ignore[no-any-return]
+        return self._self_warmup
 
 
 def warm_first_call(fn: Callable[..., Any] | None = None, /, **keywords: Any) -> Any:

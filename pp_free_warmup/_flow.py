@@ -18,7 +18,7 @@ from pp_free_warmup import _preflight
 from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
 from pp_free_warmup._batches import Batches
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._channels import prime
+from pp_free_warmup._channels import ChannelReport, prime
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._local_pass import run_local_pass
 from pp_free_warmup._options import Options
@@ -115,20 +115,23 @@ class Flow:
                 stages,
                 self._kind,
             )
-        with self._stopwatch.measure("pass"), ledger.passing(), self._ballot.watching():
+        with self._stopwatch.measure("pass"), ledger.passing(), self._ballot.watching(logger.warning):
             run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
         call = self._call
+        opened = ChannelReport()
         if self._options.channels is not None:
             with self._stopwatch.measure("channels"):
-                prime(call, everything=self._options.channels == "all")
+                opened = prime(call, everything=self._options.channels == "all")
         self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(call.keywords))))
         report = WarmupReport(
             outcome="warmed" if decision.word is Word.GO else "primed",
             kind=self._kind,
             seconds=dict(self._stopwatch.seconds),
             total_s=self._stopwatch.total,
+            channels=dict(opened.seconds),
+            opened=opened.opened,
             stages=tuple(map(_stage_report, range(len(decision.stages)), decision.stages)),
         )
         if self.speaks:

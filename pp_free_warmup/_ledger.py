@@ -38,7 +38,8 @@ class Page:
 
     def serves(self, group: Any) -> bool:
         """Tell whether a call in this pipeline group needs nothing: closed, or its channels are open."""
-        return not self.warm or (self.generation is not None and self.generation() is group)
+        alive = None if self.generation is None else self.generation()
+        return not self.warm or (alive is not None and alive is group)
 
 
 class Ledger:
@@ -73,6 +74,11 @@ class Ledger:
         """True while a pass runs in the thread that asks."""
         return self._running_thread == threading.get_ident()
 
+    @property
+    def taken(self) -> bool:
+        """True while some thread has its `turn`: random states, gradients and flags may be the warmup's."""
+        return self._turn.locked()
+
     @contextmanager
     def turn(self, patience: float) -> Iterator[None]:
         """Let one thread at a time prepare a call; the others wait for its state to be put back.
@@ -83,7 +89,7 @@ class Ledger:
         Raises:
             WarmupFailed: Another thread's warmup did not end in time.
         """
-        if not self._turn.acquire(timeout=patience):
+        if not self._turn.acquire(timeout=min(patience, threading.TIMEOUT_MAX)):
             raise WarmupFailed(
                 "Another thread of this process is still warming a pipeline.",
                 found=f"it did not end within {patience:.0f} s; expected its end.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,26 +19,34 @@ class Options:
 
     enabled: bool | Callable[[], bool] = True
     channels: str | None = "pipeline"
-    extra_guards: tuple[Any, ...] = ()
+    extra_guards: Iterable[Any] = ()
     timeout: float | None = None
     on_unsupported: str = "skip"
     verify: bool = False
-    shapes: tuple[Any, ...] = ()
+    shapes: Iterable[Any] = ()
     single_flight: Any = None
     report_to: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no call could use.
+        """Refuse what no call could use, and read each iterable once.
 
         Raises:
             UnsupportedSetup: Names the option, what was given and what it takes.
         """
-        self._expect("enabled", self.enabled, isinstance(self.enabled, bool) or callable(self.enabled), "a bool or a callable")
+        switch = isinstance(self.enabled, bool) or callable(self.enabled)
+        self._expect("enabled", self.enabled, switch, "a bool or a callable")
         self._expect("channels", self.channels, self.channels in ("pipeline", "all", None), '"pipeline", "all" or None')
         known = self.on_unsupported in ("skip", "raise")
         self._expect("on_unsupported", self.on_unsupported, known, '"skip" or "raise"')
-        positive = self.timeout is None or (isinstance(self.timeout, (int, float)) and self.timeout > 0)
-        self._expect("timeout", self.timeout, positive, "seconds above 0, or None for the pipeline group's own")
+        given: Any = self.timeout
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        positive = given is None or (number and given > 0)
+        self._expect("timeout", given, positive, "seconds above 0, or None for the pipeline group's own")
+        self._expect("report_to", self.report_to, _is_path(self.report_to), "a path, or None to write no file")
+        for name in ("extra_guards", "shapes"):
+            value = getattr(self, name)
+            self._expect(name, value, isinstance(value, Iterable), "a list")
+            object.__setattr__(self, name, tuple(value))
         self._expect("extra_guards", self.extra_guards, all(map(callable, self.extra_guards)), "guards: callables")
         for name, only in NOT_YET.items():
             value = getattr(self, name)
@@ -59,3 +67,7 @@ class Options:
         if os.environ.get(ENVIRONMENT_SWITCH, "") == "0":
             return False
         return bool(self.enabled() if callable(self.enabled) else self.enabled)
+
+
+def _is_path(value: object) -> bool:
+    return value is None or isinstance(value, (str, os.PathLike))

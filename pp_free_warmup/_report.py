@@ -76,6 +76,8 @@ class WarmupReport:
         seconds: Seconds per phase on this rank.
         total_s: Seconds that the whole warmup took on this rank.
         stages: Every stage's phases, up to the second vote; empty when nothing ran.
+        channels: Seconds per channel that was gone through after the pass, on this rank.
+        opened: Those of them that this library had not opened before.
     """
 
     outcome: str
@@ -84,6 +86,8 @@ class WarmupReport:
     seconds: dict[str, float] = field(default_factory=dict)
     total_s: float = 0.0
     stages: tuple[StageReport, ...] = ()
+    channels: dict[str, float] = field(default_factory=dict)
+    opened: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and floats.

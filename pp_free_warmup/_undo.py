@@ -95,10 +95,10 @@ def _refuse_what_lives_elsewhere(owner: object, name: str) -> None:
         raise TypeError(f"{kind}.{name} lives in __slots__; undoing it needs an owner with __dict__")
     if any(hasattr(vars(base).get(name), "__set__") for base in type(owner).__mro__):
         raise TypeError(f"{kind}.{name} is a property or a slot; undoing it needs a plain attribute")
-    if isinstance(owner, torch.nn.Module):
-        for registry in ("_parameters", "_buffers", "_modules"):
-            if name in vars(owner).get(registry, {}):
-                raise TypeError(f"{kind}.{name} is registered in {registry}; replacing it would unregister it")
+    registries = ("_parameters", "_buffers", "_modules") if isinstance(owner, torch.nn.Module) else ()
+    registered = [registry for registry in registries if name in vars(owner).get(registry, {})]
+    if registered:
+        raise TypeError(f"{kind}.{name} is registered in {registered[0]}; replacing it would unregister it")
 
 
 @contextmanager

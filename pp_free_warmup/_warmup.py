@@ -69,11 +69,11 @@ def pipeline_warmup(
     options = Options(
         enabled=enabled,
         channels=channels,
-        extra_guards=tuple(extra_guards),
+        extra_guards=extra_guards,
         timeout=timeout,
         on_unsupported=on_unsupported,
         verify=verify,
-        shapes=tuple(shapes),
+        shapes=shapes,
         single_flight=single_flight,
         report_to=report_to,
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pp_free_warmup._agreement.ballot import Ballot
-from pp_free_warmup._agreement.halls import inner
 from pp_free_warmup._agreement.mailbox import has_store
 from pp_free_warmup._agreement.words import Decision, Reason, Spread, Tally, Word, decide
 
-__all__ = ["Ballot", "Decision", "Reason", "Spread", "Tally", "Word", "decide", "has_store", "inner"]
+__all__ = ["Ballot", "Decision", "Reason", "Spread", "Tally", "Word", "decide", "has_store"]

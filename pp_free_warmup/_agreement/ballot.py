@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pp_free_warmup._agreement.halls import Hall, inner, timeout_of
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup._agreement.halls import Hall, timeout_of
 from pp_free_warmup._agreement.mailbox import Mailbox, StoreLost, store_host
 from pp_free_warmup._agreement.meeting import Meeting
 from pp_free_warmup._agreement.pace import Pace
@@ -54,13 +55,14 @@ class Ballot:
     def __init__(self, pipeline: Any, stage: Sequence[Any], timeout: float | None = None) -> None:
         rank = dist.get_rank()
         self._mailbox = Mailbox()
-        groups = [group for group in map(inner, stage) if group.size() > 1] + [inner(pipeline)]
+        groups = [megatron.inner_group(group) for group in (*stage, pipeline) if group is pipeline or group.size() > 1]
         self._timeout = timeout_of(groups[-1]) if timeout is None else timeout
         self._pace = Pace(self._timeout, math.prod(group.size() for group in groups))
         halls = _halls(groups, self._mailbox, rank)
         self._heart = Heart(self._mailbox, rank, len(halls) - 1, self._pace.sign)
         self._meeting = Meeting(halls, len(groups), self._mailbox, self._heart, self._pace, self._timeout, rank)
         self._watcher: Watcher | None = None
+        self._heard: Decision | None = None
 
     def vote(self, word: Word, reason: str = "", detail: Mapping[str, float] | None = None) -> Decision:
         """Say a word and return what all ranks of the call do.
@@ -79,9 +81,12 @@ class Ballot:
         try:
             decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail))
         except StoreLost as lost:
-            decision = None if self._watcher is None else self._watcher.heard
-            if decision is None:
+            heard = self._heard if self._watcher is None else self._watcher.heard
+            if heard is None:
                 raise _store_lost(lost) from lost
+            decision = heard
+        if self._watcher is None:
+            self._take_sign_away()
         if decision.word is Word.FAILED:
             self.linger()
         if decision.silent:
@@ -122,6 +127,7 @@ class Ballot:
             yield
         finally:
             watcher.stop()
+            self._watcher, self._heard = None, watcher.heard
             self._take_sign_away()
 
     def _take_sign_away(self) -> None:

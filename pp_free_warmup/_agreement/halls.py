@@ -5,19 +5,13 @@ from __future__ import annotations
 import weakref
 import zlib
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
 from pp_free_warmup._agreement.mailbox import Mailbox
 
 PREFIX = "pp_free_warmup"
-
-
-def inner(group: Any) -> Any:
-    """Return the process group behind a wrapper that can rebuild it (miles' ReloadableProcessGroup)."""
-    within = None if type(group) is dist.ProcessGroup else getattr(group, "group", None)
-    return within if isinstance(within, dist.ProcessGroup) else group
 
 
 def timeout_of(group: Any) -> float:
@@ -55,7 +49,7 @@ class Hall:
     and under torchrun the store is still the same one).
 
     Args:
-        group: The process group itself, see `inner`.
+        group: The process group itself, not a wrapper of it.
         mailbox: The store.
         rank: This process's global rank.
 
@@ -64,7 +58,7 @@ class Hall:
         leads: True on the rank that speaks for the group elsewhere.
     """
 
-    _places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
+    _places: ClassVar[weakref.WeakKeyDictionary[Any, Place]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: Any, mailbox: Mailbox, rank: int) -> None:
         self._group = group

@@ -46,7 +46,7 @@ class Mailbox:
                 matters="A rank that warms up while another does not would leave both waiting for each other.",
                 do="Initialise torch.distributed with nccl or gloo, or run without the warmup.",
             )
-        self._store = self._ask(distributed_c10d._get_process_group_store(_world()).clone)
+        self._store = self._ask(distributed_c10d._get_process_group_store(_world()).clone)  # type: ignore[attr-defined]
 
     def peek(self, key: str) -> str | None:
         """Return the value of *key*, or None if it has none; a plain ``get`` would wait for one."""
@@ -59,7 +59,7 @@ class Mailbox:
 
     def write_first(self, key: str, value: str) -> str:
         """Set *key* unless somebody did before; return what it is now."""
-        return self._ask(self._store.compare_set, key, "", value).decode()
+        return str(self._ask(self._store.compare_set, key, "", value).decode())
 
     def append(self, key: str, line: str) -> None:
         """Add a line to *key*."""
@@ -67,7 +67,7 @@ class Mailbox:
 
     def count(self, key: str) -> int:
         """Raise the number under *key* by one and return it."""
-        return self._ask(self._store.add, key, 1)
+        return int(self._ask(self._store.add, key, 1))
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete *keys*, those that exist."""

@@ -68,7 +68,8 @@ class Meeting:
             self._say(0, mine)
             if Word.FAILED in mine.words and self._box is not None:
                 self._settle(Decision(Word.FAILED, mine.reasons))
-            return self._speak_up() or self._until(lambda: None, self._awaited_above)
+            found = self._speak_up()
+            return found if found is not None else self._until(self._decision, self._awaited_above)
         finally:
             for hall in self._halls:
                 hall.rise()
@@ -123,7 +124,7 @@ class Meeting:
         return {} if self._top.leads else {self._top.ranks[0]: len(self._halls) - 1}
 
     def _until(self, ready: Callable[[], T | None], awaited: Callable[[], Mapping[int, int]]) -> T | Decision:
-        """Ask until there is a decision or *ready* returns something; whichever comes first."""
+        """Ask until there is a decision or *ready* returns something, whichever comes first."""
         for pause in self._pace.pauses():
             decision = self._decision()
             if decision is not None:

@@ -69,7 +69,7 @@ class Watcher:
                     told = time.monotonic()
                     self._on_progress(self._progress())
         except StoreLost as lost:
-            logger.error("pp_free_warmup: the store of the process groups is lost: %s", lost)
+            logger.warning("pp_free_warmup: the store of the process groups is lost: %s", lost)
 
     def _listen(self) -> None:
         if self.heard is not None:

@@ -5,6 +5,7 @@ Each file here knows one side of it, and says for which releases.
 
 from __future__ import annotations
 
+from pp_free_warmup._megatron.channels import communicator_of, exchange, reduction_groups
 from pp_free_warmup._megatron.contract import check_contract
 from pp_free_warmup._megatron.features import (
     attention_maxima,
@@ -22,7 +23,14 @@ from pp_free_warmup._megatron.features import (
     with_fused_parts,
 )
 from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
-from pp_free_warmup._megatron.groups import Groups, generation_of, groups_of, is_initialized, pipeline_group_of
+from pp_free_warmup._megatron.groups import (
+    Groups,
+    generation_of,
+    groups_of,
+    inner_group,
+    is_initialized,
+    pipeline_group_of,
+)
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
     INTERLEAVED,
@@ -91,6 +99,10 @@ __all__ = [
     "forward_step",
     "fused_operations",
     "graph_slots",
+    "communicator_of",
+    "exchange",
+    "reduction_groups",
+    "inner_group",
     "generation_of",
     "groups_of",
     "is_encoder_decoder",

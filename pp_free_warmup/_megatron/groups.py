@@ -37,12 +37,16 @@ def is_initialized() -> bool:
 
 
 def generation_of(keywords: Mapping[str, Any]) -> Any:
-    """Return the group object whose channels a call uses: a new one after groups were rebuilt.
+    """Return the group object whose channels a call uses: a new one after groups were rebuilt."""
+    return inner_group(pipeline_group_of(keywords))
 
-    A wrapper that can rebuild its group (miles' ReloadableProcessGroup) stays the same object and
-    keeps the real one as ``.group``: that one is the generation.
+
+def inner_group(group: Any) -> Any:
+    """Return the process group itself where *group* is a wrapper that can rebuild it.
+
+    Such a wrapper (miles' ReloadableProcessGroup) stays the same object and keeps the real one as
+    ``.group``.
     """
-    group = pipeline_group_of(keywords)
     within = None if type(group) is torch.distributed.ProcessGroup else getattr(group, "group", None)
     return within if isinstance(within, torch.distributed.ProcessGroup) else group
 

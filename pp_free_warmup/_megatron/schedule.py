@@ -45,8 +45,8 @@ def config_of(chunk: torch.nn.Module) -> Any:
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     """Return the innermost module behind wrappers that keep theirs as ``.module`` (DDP, Float16Module)."""
-    while isinstance(vars(chunk).get("_modules", {}).get("module"), torch.nn.Module):
-        chunk = chunk.module
+    while isinstance(inner := vars(chunk).get("_modules", {}).get("module"), torch.nn.Module):
+        chunk = inner
     return chunk
 
 

@@ -56,6 +56,8 @@ from pp_free_warmup.guards.stage_inputs import stage_inputs
 from pp_free_warmup.guards.straggler_timer import straggler_timer
 from pp_free_warmup.guards.timers import timers
 
+__all__ = ["GUARDS", "Guard", "ScheduleCall", "guarded"]
+
 Entered = tuple[str, AbstractContextManager[None]]
 
 GUARDS: tuple[Guard, ...] = (

@@ -13,7 +13,7 @@ from pp_free_warmup._undo import entries_kept
 def current_microbatch(call: ScheduleCall) -> Iterator[None]:
     """Keep the number by which a layer picks its graph.
 
-    Changed by: `set_current_microbatch`, called by Megatron's forward step (`schedules.py`, from 0.17 `cuda_graphs.py`).
+    Changed by: `set_current_microbatch`, called by Megatron's forward step (`schedules.py`, or `cuda_graphs.py`).
     Put back by: the attribute as it was on each layer, or absent.
     Missed by: the field itself; a later forward without a schedule, which would replay graph 0.
     """

@@ -55,8 +55,7 @@ def cuda_on_cpu(*, jit: bool = False) -> Iterator[None]:
         if not isinstance(torch.cuda.default_generators, cuda_random.OneGenerator):
             undo.enter_context(_transformer_engine_hidden())
             megatron = _megatron_modules()
-            # Dynamo's table of torch's functions, made once: one stand-in under two names would have two entries.
-            torch._dynamo.trace_rules.get_torch_obj_rule_map()
+            torch.compile(_at_once)  # fills torch.compile's table of torch's functions with the real ones
             _lend_torch(partial(_lend, undo))
             _lend_megatron(partial(_lend, undo), megatron)
         # A stance, not Megatron's disable_jit_fuser(): that one acts only on modules that are
@@ -77,7 +76,7 @@ def pretrain_on_cpu(*, jit: bool = False) -> Iterator[None]:
         datasets = _imported("megatron.core.datasets.utils")
         initialize = partial(training.initialize_megatron, allow_no_cuda=True)
         undo.enter_context(swapped(training, "initialize_megatron", initialize))
-        undo.enter_context(swapped(datasets, "compile_helpers", _nothing))
+        undo.enter_context(swapped(datasets, "compile_helpers", _always(None)))
         yield
 
 
@@ -93,15 +92,15 @@ def _lend_torch(lend: Lend) -> None:
     cuda = cuda_random.CudaGenerator()
     lend(torch.cuda, "default_generators", cuda_random.OneGenerator((cuda,)))
     for owner in (torch.cuda, torch.cuda.random):
-        lend(owner, "_lazy_init", _nothing)
+        lend(owner, "_lazy_init", _always(None))
         lend(owner, "_lazy_call", _at_once)
         lend(owner, "is_initialized", _always(True))
         lend(owner, "device_count", _always(1))
         lend(owner, "current_device", _always(CPU))
     for owner in (torch.cuda, torch.cuda.graphs):
         lend(owner, "is_current_stream_capturing", _always(False))
-    lend(torch.cuda, "set_device", _nothing)
-    lend(torch.cuda, "synchronize", _nothing)
+    lend(torch.cuda, "set_device", _always(None))
+    lend(torch.cuda, "synchronize", _always(None))
     for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
         lend(torch.cuda, name, getattr(cuda_streams, name))
     lend(torch.cuda, "default_stream", cuda_streams.current_stream)
@@ -124,7 +123,7 @@ def _lend_tensors(lend: Lend, cuda: cuda_random.CudaGenerator) -> None:
 def _lend_megatron(lend: Lend, megatron: dict[str, ModuleType]) -> None:
     """Lend megatron-core (0.14 to 0.19) what only a GPU gives it."""
     # Its setter of the device's random state queues the set until CUDA starts, silently.
-    lend(megatron["random"], "_lazy_init", _nothing)
+    lend(megatron["random"], "_lazy_init", _always(None))
     lend(megatron["random"], "_lazy_call", _at_once)
     # Read without a guard, unset without Transformer Engine (0.16).
     lend(megatron["moe_utils"], "te_general_gemm", None)
@@ -169,17 +168,16 @@ def _transformer_engine_hidden() -> Iterator[None]:
         sys.modules.update(kept)
 
 
-def _nothing(*_arguments: Any, **_keywords: Any) -> None:
-    """Do nothing, with any arguments."""
-
-
 def _at_once(act: Callable[[], None], **_keywords: Any) -> None:
     """Run what torch would queue until CUDA starts."""
     act()
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    """Return a function that returns *value*, whatever it is called with."""
+    """Return a new function that returns *value*, whatever it is called with.
+
+    A new one each time: torch.compile keeps a table of torch's functions and takes no object twice.
+    """
     return lambda *_arguments, **_keywords: value
 
 

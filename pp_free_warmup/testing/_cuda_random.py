@@ -17,8 +17,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Keeps "cuda" and the CPU apart also after torch.manual_seed(s), which seeds both with s.
 SALT = 0x5EED_C0DA
 
-FACTORIES = ("arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "tensor")
-FACTORIES += ("zeros", "zeros_like", "as_tensor")
+FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace") + (
+    "ones",
+    "ones_like",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm")
 
 
@@ -127,9 +132,7 @@ def dropout_on_cuda(dropout: F, cuda: CudaGenerator) -> F:
     """
 
     @functools.wraps(dropout)
-    def dropped(
-        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> torch.Tensor:
+    def dropped(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         if torch.compiler.is_compiling() or not training or not 0.0 < p < 1.0:
             return cast(torch.Tensor, dropout(input, p, training, inplace))
         kept = torch.empty_like(input, requires_grad=False).bernoulli_(1.0 - p, generator=cuda.drawn_from)

@@ -31,7 +31,7 @@ class Layout:
         mtp: Multi-token-prediction layers.
         variable_seq_lengths: Microbatches differ in length; stages tell each other the shape.
         deallocate: Drop a stage's output tensor once it was sent.
-        frozen_stages: Pipeline ranks none of whose parameters train.
+        frozen_stages: Pipeline ranks none of whose parameters train (needs ``tied=False``).
         device: ``"cpu"`` (inside `cuda_on_cpu`) or ``"cuda"``. All that depends on it asks here.
         transformer_impl: Megatron's own modules, or Transformer Engine's.
         fp8: Transformer Engine's FP8 format.
@@ -109,6 +109,8 @@ def transformer_options(layout: Layout) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vp,
         "expert_model_parallel_size": layout.ep,
         "variable_seq_lengths": layout.variable_seq_lengths,
+        # Not only for experts: with its own default, 0.19 refuses variable lengths of dense models.
+        "moe_token_dispatcher_type": layout.dispatcher,
         "deallocate_pipeline_outputs": layout.deallocate,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
@@ -132,7 +134,6 @@ def _feature_options(layout: Layout) -> dict[str, Any]:
             "moe_router_load_balancing_type": "aux_loss",
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_token_dispatcher_type": layout.dispatcher,
         }
     if layout.recompute == "full":
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -35,7 +35,9 @@ class Where:
             TypeError: It is defined inside another function, or is a lambda.
         """
         if "<" in function.__qualname__:
-            raise TypeError(f"{function.__qualname__} cannot run on ranks: it has no name in its module to import it by")
+            raise TypeError(
+                f"{function.__qualname__} cannot run on ranks: it has no name in its module to import it by"
+            )
         return cls(function.__module__, inspect.getfile(function), function.__qualname__)
 
     def find(self) -> Callable[..., Any]:
@@ -53,7 +55,8 @@ class Where:
         if importlib.util.find_spec(self.module.split(".")[0]) is not None:
             return importlib.import_module(self.module)
         spec = importlib.util.spec_from_file_location(self.module, self.file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.module] = module
         spec.loader.exec_module(module)

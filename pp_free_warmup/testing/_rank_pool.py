@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -83,10 +84,8 @@ class Worker:
     def stop(self) -> None:
         """Kill the process and everything it started."""
         self.connection.close()
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         self.folder.cleanup()
 
@@ -100,7 +99,12 @@ class RankPool:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self.environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **(environment or {})}
+        self.environment = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            **(environment or {}),
+        }
         self.environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self.workers: list[Worker] = []
         atexit.register(self.stop)
@@ -167,7 +171,9 @@ def _values(workers: list[Worker], ended: dict[int, Outcome], timeout: float) ->
     if kinds == {"skipped"} and len(ended) == len(workers):
         raise RanksSkipped(ended[0].text)
     failed = any(outcome.kind == "raised" for outcome in ended.values())
-    late = f"still running {GRACE:.0f} s after another rank failed" if failed else f"still running after {timeout:.0f} s"
+    late = (
+        f"still running {GRACE:.0f} s after another rank failed" if failed else f"still running after {timeout:.0f} s"
+    )
     parts = []
     for rank, worker in enumerate(workers):
         outcome = ended.get(rank)
@@ -205,6 +211,7 @@ def run_on_ranks(
     timeout: float = 120.0,
     device: str = "cpu",
     jit: bool = False,
+    environment: Mapping[str, str] | None = None,
     **keywords: Any,
 ) -> list[Any]:
     """Call *function* on *n* processes that form one ``torch.distributed`` world.
@@ -218,6 +225,8 @@ def run_on_ranks(
         timeout: Seconds after which the ranks count as hung.
         device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL, one GPU per rank.
         jit: Compile Megatron's fused functions for real, see `cuda_on_cpu`.
+        environment: Environment variables of fresh processes, which win; ``{folder}`` in a value
+            stands for a directory of the process's own.
         **keywords: More arguments for *function*.
 
     Returns:
@@ -229,13 +238,13 @@ def run_on_ranks(
     """
     where, prefix, host = Where.of(function), f"job{next(_numbers)}", _store()
     jobs = [Job(where, arguments, keywords, rank, n, host, prefix, timeout, device, jit) for rank in range(n)]
-    environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     if not fresh:
         if device not in _pools:
-            _pools[device] = RankPool(environment)
+            _pools[device] = RankPool(hidden)
         return _pools[device].run(jobs)
     caches = {"TORCHINDUCTOR_CACHE_DIR": "{folder}/inductor", "TRITON_CACHE_DIR": "{folder}/triton"}
-    pool = RankPool({**environment, **caches})
+    pool = RankPool({**hidden, **caches, **(environment or {})})
     try:
         return pool.run(jobs)
     finally:

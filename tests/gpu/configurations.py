@@ -21,6 +21,7 @@ class Configuration:
         forward_only_first: Call the schedule forward-only before the first warmed step, as RL does.
         gradients_at_entry: Accumulate one call's gradients before the warmed step, and do not zero them.
         without: Names of guards that are taken away: the run must then differ, or the comparison is blind.
+        fused_weight_gradients: Let Transformer Engine add to ``main_grad`` in its own kernels.
         activations: Whether layers are hooked; a captured layer does not take that.
     """
 
@@ -30,6 +31,7 @@ class Configuration:
     forward_only_first: bool = False
     gradients_at_entry: bool = False
     without: tuple[str, ...] = ()
+    fused_weight_gradients: bool = False
     activations: bool = True
 
     @property
@@ -106,8 +108,15 @@ def _entries(make: Callable[..., Configuration]) -> list[Configuration]:
         make("te-fp8-delayed-history-at-entry", "te", DELAYED, warm_at=5),
         make("te-fp8-delayed-forward-only-first", "te", DELAYED, forward_only_first=True),
         make("te-forward-only-first-dropout", dropout=0.1, forward_only_first=True),
-        make("te-gradients-at-entry", gradients_at_entry=True),
-        make("te-fp8-delayed-gradients-at-entry", "te", DELAYED, gradients_at_entry=True, warm_at=2),
+        make("te-gradients-at-entry", gradients_at_entry=True, fused_weight_gradients=True),
+        make(
+            "te-fp8-delayed-gradients-at-entry",
+            "te",
+            DELAYED,
+            gradients_at_entry=True,
+            warm_at=2,
+            fused_weight_gradients=True,
+        ),
         make("local-gradients-at-entry-dropout", "local", gradients_at_entry=True, warm_at=2, dropout=0.1),
     ]
 
@@ -125,6 +134,8 @@ def _features(make: Callable[..., Configuration]) -> list[Configuration]:
         make("te-distributed-optimizer-overlap", dropout=0.1, **overlap),
         make("te-fp8-delayed-distributed-optimizer-overlap", "te", DELAYED, **overlap),
         make("te-deallocated-outputs", deallocate=True),
+        make("te-fused-weight-gradients", dropout=0.1, fused_weight_gradients=True),
+        make("te-fp8-delayed-fused-weight-gradients", "te", DELAYED, fused_weight_gradients=True),
     ]
 
 
@@ -156,7 +167,7 @@ def _controls(make: Callable[..., Configuration]) -> list[Configuration]:
     """Runs with a guard taken away, which must differ: the proof that the comparison can see."""
     return [
         make("control-te-fp8-delayed-without-fp8-guard", "te", DELAYED, without=("fp8_state",)),
-        make("control-te-dropout-without-rng-guard", dropout=0.1, without=("rng",)),
+        make("control-local-dropout-without-rng-guard", "local", dropout=0.1, without=("rng",)),
         make("control-te-gradients-without-guard", gradients_at_entry=True, without=("gradients",)),
     ]
 

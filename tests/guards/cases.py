@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cases_of_features import CASES as FEATURES
 from cases_of_training import CASES as TRAINING
 
-CASES = (*TRAINING,)
+CASES = (*TRAINING, *FEATURES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pp_free_warmup import guards
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import entries_kept, swapped
 from pp_free_warmup.testing._cuda_on_cpu import cuda_on_cpu
 
 # --- rng ---
@@ -42,7 +44,7 @@ def _generators(call):
     states = dict(tracker.states_)
     return {
         "python": repr(random.getstate()),
-        "numpy": np.random.get_state()[1],  # noqa: NPY002 - the global generator is the subject
+        "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 - the global generator is the subject
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
         "drawn from": Same(torch.cuda.default_generators[0].drawn_from),
@@ -244,9 +246,13 @@ def _hand_over(call):
 
 
 def _timed_call(stack):
-    """Make a call while one timer runs."""
+    """Make a call while one timer runs; a training loop's timers are known to its globals and to the config."""
     stack.enter_context(cuda_on_cpu())
     timers = Timers(2, "max")
+    loop = ModuleType("megatron.training.global_vars")  # the wheels of 0.16 and before do not ship it
+    loop._GLOBAL_TIMERS = timers
+    stack.enter_context(entries_kept(sys.modules, [loop.__name__]))
+    sys.modules[loop.__name__] = loop
     timers("interval").start()
     timers("batch").start()
     timers("batch").stop()

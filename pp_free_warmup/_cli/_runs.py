@@ -1,0 +1,55 @@
+"""Start one training run in processes of its own, with empty compile caches, and bring its records home."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from pp_free_warmup._cli._plan import Plan
+from pp_free_warmup._cli._progress import Progress
+from pp_free_warmup._cli._results import Run
+from pp_free_warmup._cli._worker import train
+from pp_free_warmup.testing._rank_pool import run_on_ranks
+
+
+def run_fresh(plan: Plan, *, warmed: bool, timeout: float, progress: Progress) -> Run:
+    """Train once, one new process per stage; they end with this function, whatever happens.
+
+    Args:
+        plan: What to train.
+        warmed: Whether to warm up.
+        timeout: Seconds after which the run counts as hung.
+        progress: Shows what the ranks do.
+
+    Raises:
+        RanksFailed: A rank raised, died or hung; the text has its traceback or stacks.
+    """
+    with tempfile.TemporaryDirectory(prefix="pp-free-warmup-") as folder:
+        notes = Path(folder, "notes")
+        notes.mkdir()
+        with progress.following(notes, plan.pp, f"{'with' if warmed else 'without'} the warmup"):
+            ranks = run_on_ranks(
+                train,
+                plan.pp,
+                plan,
+                fresh=True,
+                timeout=timeout,
+                device=plan.device,
+                jit=plan.simulate_jit is None,
+                environment=_environment(plan, Path(folder)),
+                warmed=warmed,
+                notes=str(notes),
+            )
+    return Run(tuple(ranks))
+
+
+def _environment(plan: Plan, folder: Path) -> dict[str, str]:
+    """Return what the ranks find in their environment.
+
+    One compile thread each: Inductor's default is a pool of many per process, with which the stage
+    that compiles first would take the cores of those that compile at the same time.
+    """
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if plan.caches == "shared":
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    return environment

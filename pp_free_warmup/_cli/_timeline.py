@@ -1,0 +1,113 @@
+"""When each forward and backward of a rank ran, read off Megatron's own step functions."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pp_free_warmup import in_warmup
+from pp_free_warmup._undo import swapped
+
+# One clock for all processes of a host: CLOCK_MONOTONIC.
+clock = time.monotonic
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One forward or backward of one model chunk.
+
+    Attributes:
+        use: ``"forward"`` or ``"backward"``.
+        chunk: Index of the model chunk on its rank.
+        began: By `clock`.
+        ended: By `clock`, work on the device included.
+        first: True for the first one of this use and chunk in the process: the one that compiles.
+        warmup: True inside the warmup's local pass.
+    """
+
+    use: str
+    chunk: int
+    began: float
+    ended: float
+    first: bool
+    warmup: bool
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.began
+
+
+class Timeline:
+    """Note every forward and backward that Megatron's schedule, or the warmup, runs on this rank.
+
+    Args:
+        chunks: The rank's model chunks, as passed to the schedule.
+        told: Called with what the rank does now, for those who watch.
+    """
+
+    def __init__(self, chunks: list[Any], told: Told) -> None:
+        self.spans: list[Span] = []
+        self._chunks = chunks
+        self._told = told
+        self._seen: set[tuple[str, int]] = set()
+        self._made_by: dict[int, int] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Time `forward_step` and `backward_step` of ``megatron.core.pipeline_parallel.schedules`` (0.14 to 0.19)."""
+        from megatron.core.pipeline_parallel import schedules
+
+        forward, backward = schedules.forward_step, schedules.backward_step
+        with (
+            swapped(schedules, "forward_step", self._timed_forward(forward)),
+            swapped(schedules, "backward_step", self._timed_backward(backward)),
+        ):
+            yield
+
+    def _timed_forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward_step)  # keeps the signature, which tells the releases apart
+        def timed(function: Any, iterator: Any, model: Any, *arguments: Any, **keywords: Any) -> Any:
+            chunk = next(index for index, mine in enumerate(self._chunks) if mine is model)
+            with self._measured("forward", chunk):
+                output, tokens = forward_step(function, iterator, model, *arguments, **keywords)
+            self._made_by[id(_tensor(output))] = chunk
+            return output, tokens
+
+        return timed
+
+    def _timed_backward(self, backward_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward_step)
+        def timed(input_tensor: Any, output_tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+            chunk = self._made_by.pop(id(_tensor(output_tensor)), 0)
+            with self._measured("backward", chunk):
+                return backward_step(input_tensor, output_tensor, *arguments, **keywords)
+
+        return timed
+
+    @contextmanager
+    def _measured(self, use: str, chunk: int) -> Iterator[None]:
+        first = (use, chunk) not in self._seen
+        self._seen.add((use, chunk))
+        if first:
+            self._told(f"first {use}{f' of chunk {chunk}' if len(self._chunks) > 1 else ''}")
+        began = clock()
+        yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.spans.append(Span(use, chunk, began, clock(), first, in_warmup()))
+        if first:
+            self._told("waits")
+
+
+def _tensor(output: Any) -> Any:
+    """Return the tensor that a chunk made; the schedules hold it alone or in a list of one."""
+    return output[0] if isinstance(output, list) else output
