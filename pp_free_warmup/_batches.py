@@ -105,8 +105,10 @@ class Batches:
     def for_schedule(self) -> Any:
         """Return ``data_iterator`` for the real call: the very objects passed where nothing was fetched."""
         served: dict[int, Any] = {key: Replay(r) for key, r in self._recorders.items() if r.fetched}
-        if isinstance(self._passed, list):
-            return [served.get(id(iterator), iterator) for iterator in self._passed]
+        if not served:
+            return self._passed
+        if isinstance(self._passed, (list, tuple)) and len(self._passed) == len(self._originals):
+            return type(self._passed)(served.get(id(iterator), iterator) for iterator in self._passed)
         return served.get(id(self._passed), self._passed)
 
     @contextmanager

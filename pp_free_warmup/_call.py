@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,20 @@ def not_a_model(found: object) -> UnsupportedSetup:
     )
 
 
+def faces_of(model: Any) -> list[torch.nn.Module]:
+    """Return every chunk of what the user passed as model, as passed and unwrapped."""
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+    if not isinstance(chunks, Iterable) or isinstance(chunks, (str, bytes)):
+        raise not_a_model(model)
+    chunks = list(chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module):
+            raise not_a_model(chunk)
+    if not chunks:
+        raise not_a_model(model)
+    return [face for chunk in chunks for face in (chunk, megatron.unwrapped(chunk))]
+
+
 def read_call(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> ScheduleCall:
     """Read one call of a schedule.
 
@@ -100,27 +114,46 @@ def read_call(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> Sche
         keywords: What it is called with.
 
     Raises:
-        UnsupportedSetup: The number of iterators does not fit the number of chunks.
+        UnsupportedSetup: The model has no Megatron config.
     """
     model, data = keywords["model"], keywords["data_iterator"]
     chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
-    iterators = tuple(data) if isinstance(data, (list, tuple)) else (data,) * len(chunks)
-    if len(iterators) != len(chunks):
-        raise UnsupportedSetup(
-            "The schedule got another number of data iterators than of model chunks.",
-            found=f"{len(iterators)} iterators for {len(chunks)} chunks; expected one each.",
-            matters="The warmup would feed a chunk from the wrong iterator.",
-            do="Pass data_iterator as a list with one entry (or None) per model chunk.",
-        )
+    interleaved = len(chunks) > 1 or getattr(schedule, "__name__", "") == megatron.INTERLEAVED
+    # A tuple reaches the forward step whole where there is one chunk: it is that caller's own kind of iterator.
+    listed = isinstance(data, list) or (interleaved and isinstance(data, tuple))
+    iterators = tuple(data) if listed else (data,) * len(chunks)
     return ScheduleCall(
         keywords=keywords,
         chunks=chunks,
         iterators=iterators,
-        config=megatron.config_of(chunks[0]),
+        config=_config_of(chunks[0]),
         groups=megatron.groups_of(keywords),
-        interleaved=len(chunks) > 1 or getattr(schedule, "__name__", "") == megatron.INTERLEAVED,
+        interleaved=interleaved,
         random=CallerRandom(),
     )
+
+
+def _config_of(chunk: torch.nn.Module) -> Any:
+    try:
+        return megatron.config_of(chunk)
+    except RuntimeError as missing:
+        raise UnsupportedSetup(
+            "The model to warm has no Megatron config.",
+            found=f"{type(chunk).__name__} without .config, wrapped modules included; expected a Megatron model chunk.",
+            matters="The config says which activations a stage receives; Megatron's schedule needs it too.",
+            do="Pass the chunks that Megatron's model provider built.",
+        ) from missing
+
+
+def refuse_mismatch(call: ScheduleCall) -> None:
+    """Raise if the number of iterators does not fit the number of chunks; one stage alone may see it."""
+    if len(call.iterators) != len(call.chunks):
+        raise UnsupportedSetup(
+            "The schedule got another number of data iterators than of model chunks.",
+            found=f"{len(call.iterators)} iterators for {len(call.chunks)} chunks; expected one each.",
+            matters="The warmup would feed a chunk from the wrong iterator.",
+            do="Pass data_iterator as a list with one entry (or None) per model chunk.",
+        )
 
 
 Guard = Callable[[ScheduleCall], AbstractContextManager[None]]

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import wrapt
 
 from pp_free_warmup import _megatron as megatron
@@ -36,6 +37,15 @@ class _Warmed(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         """The handle of the decorated function; its ``report`` tells what happened."""
         return self._self_warmup
 
+    def __copy__(self) -> _Warmed:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Warmed:
+        return self  # as a plain function
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        return str(self.__qualname__)  # by name, as a plain function: for processes that are spawned
+
 
 def warm_first_call(fn: Callable[..., Any] | None = None, /, **keywords: Any) -> Any:
     """Warm the pipeline the first time *fn* is called: a schedule, or a function that calls one inside.
@@ -53,7 +63,7 @@ def warm_first_call(fn: Callable[..., Any] | None = None, /, **keywords: Any) ->
         The function with its name, signature and doc, and ``.warmup`` for the report.
 
     Raises:
-        UnsupportedSetup: *fn* is async, a generator, or not callable; or a keyword is wrong.
+        UnsupportedSetup: *fn* is async, a generator, a class or not callable; or a keyword is wrong.
 
     Example:
         >>> @warm_first_call
@@ -62,23 +72,49 @@ def warm_first_call(fn: Callable[..., Any] | None = None, /, **keywords: Any) ->
         >>> train_step.__name__, train_step.__doc__
         ('train_step', 'One step.')
     """
+    warmup = pipeline_warmup(**keywords)  # a wrong keyword is reported where it stands, not at the first call
     if fn is None:
-        pipeline_warmup(**keywords)  # a wrong keyword is reported where it stands, not at the first call
         return functools.partial(warm_first_call, **keywords)
-    inner = getattr(fn, "forward_backward_func", None)
+    warmup.depth += 1  # the call of the function lies between the user's line and the block's end
+    return _dressed(fn, warmup)
+
+
+def _dressed(fn: Any, warmup: PipelineWarmup) -> Any:
+    """Put the warmup around *fn*, or around what *fn* calls; ``warmup`` is its handle in every case."""
     if isinstance(fn, functools.partial):
-        return functools.partial(warm_first_call(fn.func, **keywords), *fn.args, **fn.keywords)
-    if inner is not None:
-        fn.forward_backward_func = warm_first_call(inner, **keywords)  # type: ignore[attr-defined]
+        inner = functools.partial(_dressed(fn.func, warmup), *fn.args, **fn.keywords)
+        inner.warmup = warmup  # type: ignore[attr-defined]
+        return inner
+    if keeps_a_schedule(fn):
+        fn.forward_backward_func = _dressed(fn.forward_backward_func, warmup)
+        fn.warmup = warmup
         return fn
-    _refuse_uncallable(fn)
-    warmup = pipeline_warmup(**keywords)
+    _refuse_what_is_no_function(fn)
     return _Warmed(fn, warmup, _as_schedule(warmup) if is_schedule(fn) else _as_step(warmup))
+
+
+def _with_schedules_warmed(value: Any, warmup: PipelineWarmup) -> Any:
+    """Return an argument of a step as it is, unless it is a schedule, or a partial or keeper of one."""
+    if isinstance(value, _Warmed) and value.warmup is warmup:
+        return value
+    if is_schedule(value):
+        return _Warmed(value, warmup, _as_schedule(warmup))
+    if isinstance(value, functools.partial):
+        inner = _with_schedules_warmed(value.func, warmup)
+        return value if inner is value.func else functools.partial(inner, *value.args, **value.keywords)
+    if keeps_a_schedule(value):
+        value.forward_backward_func = _with_schedules_warmed(value.forward_backward_func, warmup)
+    return value
+
+
+def keeps_a_schedule(value: Any) -> bool:
+    """Tell whether this is a wrapper like Megatron's FullCudaGraphWrapper and PagedStashRunner."""
+    return callable(value) and getattr(value, "__dict__", {}).get("forward_backward_func") is not None
 
 
 def is_schedule(function: Any) -> bool:
     """Tell whether this is a pipeline schedule: one of Megatron's own, or of the same required keywords."""
-    if not callable(function) or isinstance(function, type):
+    if not callable(function) or isinstance(function, (type, torch.nn.Module)):
         return False
     if _patch.original_of(function) is not None:
         return True
@@ -100,28 +136,33 @@ def _as_schedule(warmup: PipelineWarmup) -> Callable[..., Any]:
 
 def _as_step(warmup: PipelineWarmup) -> Callable[..., Any]:
     def call(step: Callable[..., Any], instance: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        def warmed(value: Any) -> Any:
-            return _Warmed(value, warmup, _as_schedule(warmup)) if is_schedule(value) else value
-
         with warmup:
-            return step(*map(warmed, args), **{name: warmed(value) for name, value in keywords.items()})
+            return step(
+                *(_with_schedules_warmed(value, warmup) for value in args),
+                **{name: _with_schedules_warmed(value, warmup) for name, value in keywords.items()},
+            )
 
     return call
 
 
-def _refuse_uncallable(fn: Any) -> None:
+def _refuse_what_is_no_function(fn: Any) -> None:
     target = getattr(fn, "__func__", fn)  # what a staticmethod or classmethod object holds
-    if inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
-        kind = "an async function"
+    call = getattr(type(target), "__call__", None)
+    later = "Its body runs after the call has returned, outside the block in which schedules are warmed."
+    never = "No call of it runs a pipeline schedule that could be warmed."
+    if any(map(inspect.iscoroutinefunction, (target, call))) or inspect.isasyncgenfunction(target):
+        kind, matters = "an async function", later
     elif inspect.isgeneratorfunction(target):
-        kind = "a generator function"
+        kind, matters = "a generator function", later
+    elif isinstance(target, type):
+        kind, matters = "a class", never
     elif not callable(target):
-        kind = f"a {type(fn).__name__}"
+        kind, matters = f"a {type(fn).__name__}", never
     else:
         return
     raise UnsupportedSetup(
         f"@warm_first_call cannot warm {getattr(target, '__qualname__', repr(fn))}.",
         found=f"{kind}; expected a plain function, a method or a pipeline schedule.",
-        matters="Its body runs after the call has returned, outside the block in which schedules are warmed.",
+        matters=matters,
         do="Decorate the plain function that calls the schedule, or open a pipeline_warmup block inside.",
     )

@@ -17,13 +17,14 @@ from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _preflight
 from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
 from pp_free_warmup._batches import Batches
-from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._call import ScheduleCall, refuse_mismatch
 from pp_free_warmup._channels import ChannelReport, prime
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._local_pass import run_local_pass
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
-from pp_free_warmup.errors import RankSilent, RestoreFailed, WarmupFailed
+from pp_free_warmup._verify import verified
+from pp_free_warmup.errors import RankSilent, WarmupError, WarmupFailed
 from pp_free_warmup.guards import guarded
 
 
@@ -33,10 +34,12 @@ class Flow:
     Args:
         call: The call.
         options: What the user chose.
+        optimizer: Looked at where ``verify`` asks for it, never stepped.
     """
 
-    def __init__(self, call: ScheduleCall, options: Options) -> None:
+    def __init__(self, call: ScheduleCall, options: Options, optimizer: Any = None) -> None:
         self._call = call
+        self._optimizer = optimizer
         self._options = options
         self._kind = kind_of(call.forward_only)
         self._stopwatch = Stopwatch()
@@ -59,7 +62,7 @@ class Flow:
             WarmupFailed: A rank failed; every rank's state was put back.
             RestoreFailed: This rank's state could not be put back.
         """
-        trouble = self._save_and_pass(*self._own_word())
+        trouble = self._save_and_pass()
         decision = self.decision
         if decision is None:  # the guards could not save: say so where the others wait for the first vote
             decision = self._ballot.vote(Word.FAILED, describe(trouble))
@@ -80,18 +83,22 @@ class Flow:
     def _own_word(self) -> tuple[Word, str]:
         if not self._options.is_on():
             return Word.OFF, "switched off"
+        refuse_mismatch(self._call)
         refused = _preflight.refusal(self._call)
         if refused is not None:
             return Word.REFUSE, f"{refused.text} [{refused.name}]"
         page = ledger.page(self._call.chunks[0], self._kind)
         return (Word.WARM if page is not None and page.warm else Word.GO), ""
 
-    def _save_and_pass(self, word: Word, reason: str) -> BaseException | None:
+    def _save_and_pass(self) -> BaseException | None:
         """Save, take the first vote, run the pass if all go, put back; return what went wrong."""
         measure = self._stopwatch.measure
         try:
+            word, reason = self._own_word()
             with ExitStack() as kept:
                 if word in (Word.GO, Word.WARM):
+                    if self._options.is_verified():
+                        kept.enter_context(verified(self._call, self._optimizer, self._stopwatch))
                     with measure("save"):
                         kept.enter_context(guarded(self._call, self._options.extra_guards))
                         kept.enter_context(self._batches.rewound())
@@ -144,7 +151,7 @@ class Flow:
         ledger.write((first, megatron.unwrapped(first)), self._kind, page)
 
     def _raise(self, trouble: BaseException | None, decision: Decision) -> None:
-        if isinstance(trouble, RestoreFailed) or (trouble is not None and not isinstance(trouble, Exception)):
+        if isinstance(trouble, WarmupError) or (trouble is not None and not isinstance(trouble, Exception)):
             raise trouble
         raise self._failure(decision) from trouble
 
@@ -169,7 +176,9 @@ def speaks_for(call: ScheduleCall) -> bool:
 
 def describe(error: BaseException | None) -> str:
     """Return type and text of an error, never its traceback: nothing may keep the model alive."""
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    if error is None:
+        return ""
+    return f"{type(error).__name__}: {f'{error.wrong} {error.found}' if isinstance(error, WarmupError) else error}"
 
 
 def _stage_report(stage: int, said: Tally) -> StageReport:

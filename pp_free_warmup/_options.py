@@ -10,7 +10,8 @@ from typing import Any
 from pp_free_warmup.errors import UnsupportedSetup
 
 ENVIRONMENT_SWITCH = "PP_FREE_WARMUP"
-NOT_YET: dict[str, Any] = {"verify": False, "shapes": (), "single_flight": None}
+VERIFY_SWITCH = "PP_FREE_WARMUP_VERIFY"
+NOT_YET: dict[str, Any] = {"shapes": (), "single_flight": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Options:
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         positive = given is None or (number and given > 0)
         self._expect("timeout", given, positive, "seconds above 0, or None for the pipeline group's own")
+        self._expect("verify", self.verify, isinstance(self.verify, bool), "a bool")
         self._expect("report_to", self.report_to, _is_path(self.report_to), "a path, or None to write no file")
         for name in ("extra_guards", "shapes"):
             value = getattr(self, name)
@@ -62,11 +64,20 @@ class Options:
                 do=f"Pass a value that {name} takes, or leave it out.",
             )
 
+    @property
+    def is_off_for_good(self) -> bool:
+        """True where no call can switch it on: a block like that may well see no schedule."""
+        return self.enabled is False or os.environ.get(ENVIRONMENT_SWITCH, "") == "0"
+
     def is_on(self) -> bool:
         """Tell whether a warmup is wanted now; asks the environment and, if it is one, the callable."""
         if os.environ.get(ENVIRONMENT_SWITCH, "") == "0":
             return False
         return bool(self.enabled() if callable(self.enabled) else self.enabled)
+
+    def is_verified(self) -> bool:
+        """Tell whether the whole state is to be compared before and after the pass."""
+        return self.verify or os.environ.get(VERIFY_SWITCH, "") == "1"
 
 
 def _is_path(value: object) -> bool:

@@ -23,7 +23,15 @@ Schedule = Callable[..., Any]
 
 
 class Block(Protocol):
-    """What an armed block answers for."""
+    """What an armed block answers for.
+
+    Attributes:
+        called: True once a schedule was called while the block was armed, through whatever door.
+        reports: What was done for its model.
+    """
+
+    called: bool
+    reports: list[Any]
 
     def takes(self, keywords: Mapping[str, Any]) -> bool:
         """Tell whether this call's model is the block's."""
@@ -59,15 +67,25 @@ def arm(block: Block) -> None:
         _stay.blocks.append(block)
 
 
-def disarm(block: Block) -> None:
-    """Take the block out; the last one out puts Megatron's own objects back. Blocks may leave in any order."""
+def disarm(block: Block, depth: int) -> None:
+    """Take the block out; the last one out puts Megatron's own objects back. Blocks may leave in any order.
+
+    Args:
+        block: The block; nothing happens if it is not armed.
+        depth: Frames from the caller to the user's line, for a warning.
+    """
     with _lock:
         place = next((i for i in reversed(range(len(_stay.blocks))) if _stay.blocks[i] is block), None)
         if place is None:
             return
         del _stay.blocks[place]
         if not _stay.blocks:
-            _remove()
+            _remove(depth + 2)
+
+
+def armed() -> list[Block]:
+    """Return the blocks that are armed now, the innermost last; one that was entered twice is there twice."""
+    return _stay.blocks
 
 
 def original_of(function: Any) -> Schedule | None:
@@ -112,7 +130,7 @@ def _install() -> None:
         setattr(module, name, wrapper)
 
 
-def _remove() -> None:
+def _remove(depth: int) -> None:
     module = megatron.schedule_module()
     kept = []
     for name, (original, wrapper) in _stay.replaced.items():
@@ -127,5 +145,5 @@ def _remove() -> None:
             "else while a pipeline_warmup block was open. That replacement is left in place; the warmup's wrapper "
             "underneath it now only passes calls through.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=depth,
         )

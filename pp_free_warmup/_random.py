@@ -7,6 +7,7 @@ graph-safe handle saved in place of the bytes would follow the generator.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,12 @@ class CallerRandom:
 
     def __init__(self) -> None:
         self._saved: list[_States] = []
+        self.drew = False
+
+    @staticmethod
+    def digests() -> dict[str, str]:
+        """Return a short text per generator that tells its present state, by the generator's name."""
+        return _digests(_read())
 
     def read(self) -> None:
         """Save the present state. May be nested; each `read` needs its `set`."""
@@ -82,7 +89,9 @@ class CallerRandom:
         try:
             yield
         finally:
-            self._saved[-1] = _read()
+            now = _read()
+            self.drew |= _digests(now) != _digests(self._saved[-1])
+            self._saved[-1] = now
             _set(mine)
 
 
@@ -98,6 +107,19 @@ def _read() -> _States:
         ),
         tracker=megatron.read_tracker(),
     )
+
+
+def _digests(states: _States) -> dict[str, str]:
+    """Hash every generator's contents."""
+    raw = {"python": repr(states.python).encode(), "torch": states.cpu.numpy().tobytes()}
+    if states.numpy is not None:
+        raw["numpy"] = repr({**states.numpy, "state": {k: str(v) for k, v in states.numpy["state"].items()}}).encode()
+        raw["numpy"] += states.numpy["state"]["key"].tobytes() if "key" in states.numpy["state"] else b""
+    for index, device in enumerate(states.devices):
+        raw[f"cuda:{index}"] = device.contents.numpy().tobytes()
+    for name, (_, contents) in states.tracker.states.items():
+        raw[f"tracker {name}"] = contents.cpu().numpy().tobytes()
+    return {name: hashlib.blake2b(contents, digest_size=12).hexdigest() for name, contents in raw.items()}
 
 
 def _set(states: _States) -> None:

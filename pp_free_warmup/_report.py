@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,6 +98,13 @@ class WarmupReport:
             'one stage'
         """
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    def write_to(self, path: Path) -> None:
+        """Write the report as JSON, or say why not: a run does not end for want of a file."""
+        try:
+            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("pp_free_warmup: the report was not written to %s: %s", path, error)
 
     def __str__(self) -> str:
         text = io.StringIO()

@@ -110,15 +110,18 @@ def tensors_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     recorded before stays valid. Costs one copy of the tensors for the length of the block.
     """
     kept = [(tensor, tensor.data, tensor.data.clone()) for tensor in tensors]
+    sizes = [storage.untyped_storage().nbytes() for _, storage, _ in kept]
     try:
         yield
     finally:
         with ExitStack() as undo:
-            for tensor, storage, values in kept:
-                undo.callback(_write_back, tensor, storage, values)
+            for (tensor, storage, values), size in zip(kept, sizes, strict=True):
+                undo.callback(_write_back, tensor, storage, values, size)
 
 
-def _write_back(tensor: torch.Tensor, storage: torch.Tensor, values: torch.Tensor) -> None:
+def _write_back(tensor: torch.Tensor, storage: torch.Tensor, values: torch.Tensor, size: int) -> None:
+    if storage.untyped_storage().nbytes() != size:  # freed in the block; writing there would crash the process
+        storage.untyped_storage().resize_(size)
     if _placement(tensor.data) != _placement(storage):
         tensor.data = storage
     storage.copy_(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 import weakref
@@ -15,12 +14,12 @@ import torch
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
 from pp_free_warmup._agreement import Word
-from pp_free_warmup._call import Guard, ScheduleCall, first_chunk, not_a_model, read_call
+from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
 from pp_free_warmup._flow import Flow, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import WarmupReport, logger
-from pp_free_warmup.errors import NotInitialized, UnsupportedSetup
+from pp_free_warmup.errors import UnsupportedSetup
 
 DEFAULT_PATIENCE_S = 1800.0
 
@@ -55,7 +54,8 @@ def pipeline_warmup(
         timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
         on_unsupported: ``"skip"`` runs an unsupported setup without a warmup and says why;
             ``"raise"`` raises `UnsupportedSetup` on all ranks.
-        verify: Not built yet: only False.
+        verify: Compare the whole reachable state before and after the pass, and raise `TraceFound`
+            naming every difference. ``PP_FREE_WARMUP_VERIFY=1`` in the environment does the same.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
         report_to: A path to which global rank 0 writes the last report as JSON.
@@ -77,19 +77,21 @@ def pipeline_warmup(
         single_flight=single_flight,
         report_to=report_to,
     )
-    return PipelineWarmup(model, options)
+    return PipelineWarmup(model, options, optimizer)
 
 
 class PipelineWarmup:
     """One warmup block: armed between enter and exit; holds the model weakly and the reports."""
 
-    def __init__(self, model: Any, options: Options) -> None:
-        self._models = None if model is None else tuple(weakref.ref(face) for face in _faces_of(model))
+    def __init__(self, model: Any, options: Options, optimizer: Any = None) -> None:
+        self._models = None if model is None else tuple(weakref.ref(face) for face in faces_of(model))
         self._options = options
+        self._optimizer = (lambda: optimizer) if isinstance(optimizer, (list, tuple, type(None))) else weakref.ref(optimizer)
         self._off: set[str] = set()
         self._skips: set[str] = set()
         self.reports: list[WarmupReport] = []
         self.called = False
+        self.depth = 2  # frames from __exit__ to the user's line, for warnings
 
     @property
     def report(self) -> WarmupReport:
@@ -101,14 +103,15 @@ class PipelineWarmup:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _patch.disarm(self)
-        if not self.called and error[0] is None:
+        _patch.disarm(self, self.depth)
+        if not self.called and error[0] is None and not self._options.is_off_for_good:
+            self.called = True  # said once
             warnings.warn(
                 "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
                 "A schedule function fetched before the block is not reached: wrap that function itself, "
                 "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=self.depth,
             )
 
     def takes(self, keywords: Mapping[str, Any]) -> bool:
@@ -122,18 +125,29 @@ class PipelineWarmup:
     def run(self, schedule: Callable[..., Any], keywords: dict[str, Any]) -> Any:
         """Warm up if that is still to be done, then run the schedule for real."""
         self.called = True
+        for block in _patch.armed():
+            block.called = True
         kind = kind_of(bool(keywords.get("forward_only", False)))
-        if ledger.running_here or _is_settled(keywords, kind):
+        if ledger.running_here or (_is_settled(keywords, kind) and not ledger.taken):
             return schedule(**keywords)
-        _refuse_uninitialized(keywords)
+        _preflight.refuse_incomplete(keywords)
+        _preflight.refuse_uninitialized(keywords)
         with ledger.turn(self._options.timeout or DEFAULT_PATIENCE_S):
             if not _is_settled(keywords, kind):
+                known = len(self.reports)
                 keywords = self._prepared(schedule, keywords, kind)
+                self._tell_others(keywords, self.reports[known:])
         return schedule(**keywords)
+
+    def _tell_others(self, keywords: Mapping[str, Any], reports: list[WarmupReport]) -> None:
+        """Let the other armed blocks of this model report what this one did in their stead."""
+        for block in {id(block): block for block in _patch.armed() if block is not self}.values():
+            if block.takes(keywords):
+                block.reports.extend(reports)
 
     def _prepared(self, schedule: Callable[..., Any], keywords: dict[str, Any], kind: str) -> dict[str, Any]:
         """Do what this call still needs; return the keywords for the real schedule."""
-        quiet = _preflight.nothing_to_do(keywords)
+        quiet = _preflight.nothing_to_do(schedule, keywords)
         if quiet:
             if quiet not in self._skips:
                 self._note(WarmupReport("skipped", kind, reason=quiet), speaks=torch.distributed.get_rank() == 0)
@@ -149,7 +163,7 @@ class PipelineWarmup:
         return self._warmed(call, kind)
 
     def _warmed(self, call: ScheduleCall, kind: str) -> dict[str, Any]:
-        flow = Flow(call, self._options)
+        flow = Flow(call, self._options, self._optimizer())
         try:
             report = flow.run()
         except BaseException as error:
@@ -184,7 +198,7 @@ class PipelineWarmup:
             self._skips.add(report.reason)
         path = self._options.report_to
         if path is not None and torch.distributed.get_rank() == 0:
-            Path(path).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+            report.write_to(Path(path))
 
     @staticmethod
     def _close(call: ScheduleCall, kind: str, reason: str) -> None:
@@ -196,33 +210,3 @@ def _is_settled(keywords: Mapping[str, Any], kind: str) -> bool:
     """Tell whether this call needs no warmup any more; the whole cost of a warm call."""
     page = ledger.page(first_chunk(keywords), kind)
     return page is not None and page.serves(megatron.generation_of(keywords))
-
-
-def _faces_of(model: Any) -> list[torch.nn.Module]:
-    """Return every chunk of what the user passed as model, as passed and unwrapped."""
-    chunks = [model] if isinstance(model, torch.nn.Module) else model
-    if not isinstance(chunks, Iterable) or isinstance(chunks, (str, bytes)):
-        raise not_a_model(model)
-    chunks = list(chunks)
-    for chunk in chunks:
-        if not isinstance(chunk, torch.nn.Module):
-            raise not_a_model(chunk)
-    if not chunks:
-        raise not_a_model(model)
-    return [face for chunk in chunks for face in (chunk, megatron.unwrapped(chunk))]
-
-
-def _refuse_uninitialized(keywords: Mapping[str, Any]) -> None:
-    """Raise if there are no process groups to warm a pipeline in."""
-    if not torch.distributed.is_initialized():
-        missing, found = "torch.distributed", "no default process group"
-    elif keywords.get("p2p_communicator") is None and not megatron.is_initialized():
-        missing, found = "Megatron's parallel state", "no model-parallel groups"
-    else:
-        return
-    raise NotInitialized(
-        f"{missing} is not initialised.",
-        found=f"{found}; expected init_process_group() and Megatron's initialize_model_parallel() before.",
-        matters="Without process groups there is no pipeline whose stages could agree on a warmup.",
-        do="Initialise both before the schedule is called.",
-    )

@@ -60,3 +60,7 @@ class RankSilent(WarmupFailed):
 
 class RestoreFailed(WarmupError, RuntimeError):
     """A guard could not put its state back: this run can no longer be trusted."""
+
+
+class TraceFound(WarmupError, RuntimeError):
+    """With ``verify=True``: something was not as before after the pass was undone."""

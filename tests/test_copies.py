@@ -263,7 +263,13 @@ def test_a_nested_tensor_is_cloned():
 def test_aliases_stay_aliases():
     """Tokens and labels cut out of one tensor move together in the copy, and only there."""
     text = torch.arange(10)
-    batch = {"tokens": text[:-1], "labels": text[1:], "same": text, "pairs": text.view(5, 2), "bytes": text.view(torch.uint8)}
+    batch = {
+        "tokens": text[:-1],
+        "labels": text[1:],
+        "same": text,
+        "pairs": text.view(5, 2),
+        "bytes": text.view(torch.uint8),
+    }
 
     twin = copy_of_batch(batch)
     twin["tokens"][1] = 99

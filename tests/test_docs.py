@@ -79,14 +79,15 @@ def test_every_error_is_described():
 
 def test_every_refusal_is_described():
     """The reference of errors has a row for every setup that the preflight refuses, and no other."""
-    rows = re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "reference" / "errors.md").read_text(), flags=re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", page, flags=re.MULTILINE)
     assert set(rows) == _refusal_ids()
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
 def test_docstring_examples_hold(name):
     """Every example in a docstring gives what it says."""
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
+    assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
 
 
 @pytest.mark.ranks

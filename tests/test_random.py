@@ -200,23 +200,84 @@ def _random_of(tracker):
 # --- as_caller ---
 
 
-def test_what_the_caller_draws_in_the_pass_stays_drawn(tracker):
-    """A loader that shuffles at its first fetch draws what it would have drawn, once."""
+@pytest.fixture
+def everything(tracker):
+    """Draw from every stream once, the tracker's included."""
+    return lambda: [torch.rand(3).tolist(), random.random(), STREAMS["numpy"](), _dropped(), _forked(tracker)]
+
+
+def test_what_the_caller_draws_in_the_pass_stays_drawn(everything):
+    """A loader that shuffles at its first fetch draws what it would have drawn, and draws it once."""
     caller = CallerRandom()
     caller.read()
-    fetched, then = [torch.rand(3).tolist(), _dropped(), _forked(tracker)], [torch.rand(3).tolist(), _forked(tracker)]
+    fetched, then = everything(), everything()
     caller.set()
     caller.read()
-    torch.rand(5)
-    _forked(tracker)
+    everything()
     with caller.as_caller():
-        fetched_by_pass = [torch.rand(3).tolist(), _dropped(), _forked(tracker)]
-    torch.rand(5)
+        fetched_in_the_pass = everything()
+    everything()
     caller.set()
 
-    assert fetched_by_pass != fetched
+    assert fetched_in_the_pass == fetched
+    assert everything() == then
+
+
+def test_several_fetches_continue_one_stream(everything):
+    """The second fetch goes on where the first one stopped."""
     caller = CallerRandom()
-    assert then
+    caller.read()
+    expected = [everything(), everything(), everything()]
+    caller.set()
+    caller.read()
+    found = []
+    for _ in range(2):
+        everything()
+        with caller.as_caller():
+            found.append(everything())
+    caller.set()
+
+    assert [*found, everything()] == expected
+
+
+def test_a_fetch_that_raises_keeps_what_it_drew(everything):
+    """An exhausted iterator may have drawn before it stopped; without the warmup it would have too."""
+    caller = CallerRandom()
+    caller.read()
+    expected = [everything(), everything()]
+    caller.set()
+    caller.read()
+    with pytest.raises(StopIteration), caller.as_caller():
+        assert everything() == expected[0]
+        raise StopIteration
+    caller.set()
+
+    assert everything() == expected[1]
+
+
+def test_a_fetch_in_a_nested_read_belongs_to_the_innermost(gpu):
+    """Each `read` has a state of its own."""
+    outer = CallerRandom()
+    outer.read()
+    expected = torch.rand(3).tolist()
+    outer.read()
+    with outer.as_caller():
+        torch.rand(1)
+    outer.set()
+    outer.set()
+
+    assert torch.rand(3).tolist() == expected
+
+
+def test_without_a_read_the_present_state_is_the_callers(gpu):
+    """A skipped warmup fetches nothing; should anybody fetch, it is the caller's own draw."""
+    state = torch.get_rng_state()
+    with CallerRandom().as_caller():
+        drawn = torch.rand(3)
+    after = torch.rand(3)
+    torch.set_rng_state(state)
+
+    assert torch.equal(torch.rand(6), torch.cat([drawn, after]))
 
 
 def test_the_pass_continues_its_own_stream_after_a_fetch(gpu):
@@ -231,3 +292,36 @@ def test_the_pass_continues_its_own_stream_after_a_fetch(gpu):
 
     assert second != first
     assert torch.rand(3).tolist() == second
+
+
+def test_one_generator_that_fails_does_not_stop_the_others(gpu):
+    """All the others are set, then the error comes out."""
+    caller = CallerRandom()
+    caller.read()
+    expected = [torch.rand(3).tolist(), random.random()]
+    with pytest.raises(RuntimeError, match="stuck"), swapped(np.random, "set_state", _stuck):
+        caller.set()
+
+    assert [torch.rand(3).tolist(), random.random()] == expected
+
+
+def _stuck(_state):
+    raise RuntimeError("stuck")
+
+
+def test_reading_imports_nothing():
+    """NumPy is saved only where something imported it; CUDA stays as it is."""
+    script = """
+import sys
+import torch
+from pp_free_warmup._random import CallerRandom
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "numpy"]:
+    del sys.modules[name]
+caller = CallerRandom()
+caller.read()
+caller.set()
+assert "numpy" not in sys.modules
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -15,7 +15,12 @@ WARMED = WarmupReport(
     total_s=3.5,
     stages=(
         StageReport(0, 2, {"forward[0]": 1.5, "pass": 2.0}, {"forward[0]": 2.0, "pass": 3.0}),
-        StageReport(1, 2, {"forward[0]": 4.0, "backward[0]": 2.5, "pass": 7.0}, {"forward[0]": 4.0, "backward[0]": 2.5, "pass": 7.001}),
+        StageReport(
+            1,
+            2,
+            {"forward[0]": 4.0, "backward[0]": 2.5, "pass": 7.0},
+            {"forward[0]": 4.0, "backward[0]": 2.5, "pass": 7.001},
+        ),
     ),
 )
 

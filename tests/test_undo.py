@@ -319,12 +319,44 @@ def test_a_parameter_is_kept_without_a_graph():
     assert parameter.is_leaf
 
 
+def test_a_freed_storage_is_filled_again():
+    """Writing into freed memory would end the process."""
+    tensor = torch.arange(3.0)
+    with tensors_kept([tensor]):
+        tensor.untyped_storage().resize_(0)
+
+    assert tensor.tolist() == [0, 1, 2]
+
+
+def test_an_inference_tensor_is_kept():
+    """Outside inference mode too, where torch forbids to write to it."""
+    with torch.inference_mode():
+        tensor = torch.ones(2)
+    with tensors_kept([tensor]), torch.inference_mode():
+        tensor.zero_()
+
+    assert tensor.tolist() == [1, 1]
+
+
+class Unwritable:
+    """Gives its data while it is saved, and none when it is to be written back."""
+
+    reads = 0
+
+    @property
+    def data(self):
+        """Fail at the third read."""
+        self.reads += 1
+        if self.reads > 2:
+            raise RuntimeError("gone")
+        return torch.ones(1)
+
+
 def test_one_tensor_that_cannot_be_written_back_does_not_stop_the_others():
     """Its error comes out, once the others have their values."""
-    first, broken, last = torch.ones(1), torch.ones(1), torch.ones(1)
-    with pytest.raises(RuntimeError), tensors_kept([first, broken, last]):
-        for tensor in (first, broken, last):
-            tensor.zero_()
-        broken.untyped_storage().resize_(0)
+    first, last = torch.ones(1), torch.ones(1)
+    with pytest.raises(RuntimeError, match="gone"), tensors_kept([first, Unwritable(), last]):
+        first.zero_()
+        last.zero_()
 
     assert (first.item(), last.item()) == (1, 1)

@@ -54,7 +54,7 @@ class Ballot:
 
     def __init__(self, pipeline: Any, stage: Sequence[Any], timeout: float | None = None) -> None:
         rank = dist.get_rank()
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox.of_world()
         groups = [megatron.inner_group(group) for group in (*stage, pipeline) if group is pipeline or group.size() > 1]
         self._timeout = timeout_of(groups[-1]) if timeout is None else timeout
         self._pace = Pace(self._timeout, math.prod(group.size() for group in groups))

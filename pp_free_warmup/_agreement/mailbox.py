@@ -21,32 +21,41 @@ class StoreLost(RuntimeError):
 
 def has_store() -> bool:
     """Tell whether the process groups meet through a store (MPI's do not)."""
-    return distributed_c10d._get_process_group_store(_world()) is not None
+    return _store_of_world() is not None
 
 
-def _world() -> Any:
-    return distributed_c10d._get_default_group()
+def _store_of_world() -> Any:
+    return distributed_c10d._get_process_group_store(distributed_c10d._get_default_group())
 
 
 class Mailbox:
-    """The store that every rank of the world reaches, through a connection of our own.
+    """A store, through a connection of our own.
 
     A connection of our own (``Store.clone``, torch 2.8) matters: one client answers one question at
     a time, so a thread that waits in the trainer's would hold us up, and we the trainer.
 
-    Raises:
-        UnsupportedSetup: There is no store (``no-store``).
+    Args:
+        store: The store to connect to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Any) -> None:
+        self._store: Any = self._ask(store.clone)
+
+    @classmethod
+    def of_world(cls) -> Mailbox:
+        """Connect to the store that all ranks of the world reach.
+
+        Raises:
+            UnsupportedSetup: There is none (``no-store``).
+        """
         if not has_store():
             raise UnsupportedSetup(
-                "The ranks cannot agree on a warmup: their process groups have no key-value store (no-store).",
+                "The ranks cannot agree on a warmup: their process groups have no key-value store [no-store].",
                 found=f"backend {dist.get_backend()!r}; expected one that meets through a store, such as nccl or gloo.",
                 matters="A rank that warms up while another does not would leave both waiting for each other.",
                 do="Initialise torch.distributed with nccl or gloo, or run without the warmup.",
             )
-        self._store = self._ask(distributed_c10d._get_process_group_store(_world()).clone)  # type: ignore[attr-defined]
+        return cls(_store_of_world())
 
     def peek(self, key: str) -> str | None:
         """Return the value of *key*, or None if it has none; a plain ``get`` would wait for one."""

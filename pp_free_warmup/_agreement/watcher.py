@@ -77,5 +77,5 @@ class Watcher:
         decision = self._hear()
         if decision is not None and decision.word is Word.FAILED:
             self.heard = decision
-            for reason in decision.reasons:
-                logger.error("pp_free_warmup: rank %d failed: %s", reason.rank, reason.reason)
+            told = decision.silent or "; ".join(f"rank {one.rank} failed: {one.reason}" for one in decision.reasons)
+            logger.error("pp_free_warmup: %s; this rank finishes what it does, then it ends as well", told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 LOOK_S = 0.5
 LINE_S = 4.0
+STARTING = "imports torch and Megatron"
 
 
 class Progress:
@@ -38,7 +39,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Write one line, with the seconds since the start."""
-        self._console.print(self._line(text), highlight=False)
+        self._console.print(self._line(text), highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def following(self, notes: Path, ranks: int, title: str) -> Iterator[None]:
@@ -46,7 +47,7 @@ class Progress:
         done = threading.Event()
 
         def text() -> str:
-            return f"{self.heading}{title} | {' | '.join(_notes(notes, ranks))}"
+            return f"{self.heading}{title}: {_notes(notes, ranks)}"
 
         show = self._live if self._console.is_terminal else self._lines
         thread = threading.Thread(target=show, args=(text, done), daemon=True)
@@ -73,11 +74,12 @@ class Progress:
         return f"{time.monotonic() - self._began:5.0f} s  {text}"
 
 
-def _notes(folder: Path, ranks: int) -> list[str]:
-    """Read what each rank does; one without a note has not begun."""
-    notes = []
+def _notes(folder: Path, ranks: int) -> str:
+    """Read what the ranks do, those that do the same together; one without a note has not begun."""
+    doing: dict[str, list[int]] = {}
     for rank in range(ranks):
         note = folder / f"rank {rank}"
-        text = note.read_text() if note.exists() else ""
-        notes.append(f"stage {rank}: {text or 'starts'}")
-    return notes if len(set(n.partition(': ')[2] for n in notes)) > 1 else [f"all stages: {text or 'starts'}"]
+        doing.setdefault((note.read_text() if note.exists() else "") or STARTING, []).append(rank)
+    if len(doing) == 1:
+        return f"all stages: {next(iter(doing))}"
+    return "; ".join(f"stage {', '.join(map(str, stages))}: {what}" for what, stages in doing.items())

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from pp_free_warmup._cli._plan import Plan
-from pp_free_warmup._cli._worker import RankRecord
+from pp_free_warmup._cli._records import RankRecord
 
 COLD_FACTOR, STEADY_FACTOR = 1.1, 1.2
 DIFFERENCES_KEPT = 100
@@ -60,11 +60,17 @@ class Pair:
         return self.cold.first_step_s / self.warm.first_step_s
 
     def differences(self) -> Iterable[str]:
-        """Name everything that is not equal to the bit, in the order in which it was made."""
-        for cold, warm in zip(self.cold.ranks, self.warm.ranks, strict=True):
-            for name in dict.fromkeys((*cold.fingerprints, *warm.fingerprints)):
-                if cold.fingerprints.get(name) != warm.fingerprints.get(name):
-                    yield f"rank {cold.rank}: {name}"
+        """Name everything that is not equal to the bit, the earliest first."""
+        for number, per_rank in enumerate(self._steps(), start=1):
+            for rank, (cold, warm) in enumerate(per_rank):
+                for name in dict.fromkeys((*cold, *warm)):
+                    if cold.get(name) != warm.get(name):
+                        yield f"step {number}, rank {rank}: {name}"
+
+    def _steps(self) -> Iterable[tuple[tuple[dict[str, str], dict[str, str]], ...]]:
+        """Return for each step, for each rank, what both runs made."""
+        both = zip(self.cold.ranks, self.warm.ranks, strict=True)
+        return zip(*(zip(cold.made, warm.made, strict=True) for cold, warm in both), strict=True)
 
 
 class Result:
@@ -85,7 +91,7 @@ class Result:
         self.steady_s = median(run.steady_step_s for pair in pairs for run in (pair.cold, pair.warm))
         self.slowest_s = median(pair.cold.slowest_stage_cold_s for pair in pairs)
         self.differences = [name for pair in pairs for name in pair.differences()]
-        self.compared = len(pairs) * sum(len(rank.fingerprints) for rank in pairs[0].cold.ranks)
+        self.compared = sum(len(made) for pair in pairs for rank in pair.cold.ranks for made in rank.made)
 
     @property
     def ratio(self) -> float:

@@ -9,7 +9,10 @@ from pp_free_warmup._cli._plan import Plan
 from pp_free_warmup._cli._progress import Progress
 from pp_free_warmup._cli._results import Run
 from pp_free_warmup._cli._worker import train
-from pp_free_warmup.testing._rank_pool import run_on_ranks
+
+
+class RunFailed(Exception):
+    """A rank raised, died or hung; the text has its traceback or its stacks."""
 
 
 def run_fresh(plan: Plan, *, warmed: bool, timeout: float, progress: Progress) -> Run:
@@ -22,24 +25,30 @@ def run_fresh(plan: Plan, *, warmed: bool, timeout: float, progress: Progress) -
         progress: Shows what the ranks do.
 
     Raises:
-        RanksFailed: A rank raised, died or hung; the text has its traceback or stacks.
+        RunFailed: A rank raised, died or hung.
     """
+    title = f"{'with' if warmed else 'without'} the warmup"
     with tempfile.TemporaryDirectory(prefix="pp-free-warmup-") as folder:
         notes = Path(folder, "notes")
         notes.mkdir()
-        with progress.following(notes, plan.pp, f"{'with' if warmed else 'without'} the warmup"):
-            ranks = run_on_ranks(
-                train,
-                plan.pp,
-                plan,
-                fresh=True,
-                timeout=timeout,
-                device=plan.device,
-                jit=plan.simulate_jit is None,
-                environment=_environment(plan, Path(folder)),
-                warmed=warmed,
-                notes=str(notes),
-            )
+        with progress.following(notes, plan.pp, title):
+            from pp_free_warmup.testing import RanksFailed, run_on_ranks  # imports torch, which takes seconds
+
+            try:
+                ranks = run_on_ranks(
+                    train,
+                    plan.pp,
+                    plan,
+                    fresh=True,
+                    timeout=timeout,
+                    device=plan.device,
+                    jit=plan.simulate_jit is None,
+                    environment=_environment(plan, Path(folder)),
+                    warmed=warmed,
+                    notes=str(notes),
+                )
+            except RanksFailed as failure:
+                raise RunFailed(f"a rank failed in the run {title}.\n{failure}") from None
     return Run(tuple(ranks))
 
 

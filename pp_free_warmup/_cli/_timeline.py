@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pp_free_warmup import in_warmup
+from pp_free_warmup._cli._records import Span, clock
 from pp_free_warmup._undo import swapped
 
-# One clock for all processes of a host: CLOCK_MONOTONIC.
-clock = time.monotonic
-
 Told = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Span:
-    """One forward or backward of one model chunk.
-
-    Attributes:
-        use: ``"forward"`` or ``"backward"``.
-        chunk: Index of the model chunk on its rank.
-        began: By `clock`.
-        ended: By `clock`, work on the device included.
-        first: True for the first one of this use and chunk in the process: the one that compiles.
-        warmup: True inside the warmup's local pass.
-    """
-
-    use: str
-    chunk: int
-    began: float
-    ended: float
-    first: bool
-    warmup: bool
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.ended - self.began
 
 
 class Timeline:
@@ -60,6 +30,10 @@ class Timeline:
         self._told = told
         self._seen: set[tuple[str, int]] = set()
         self._made_by: dict[int, int] = {}
+
+    def until(self, moment: float) -> list[Span]:
+        """Return what ended before *moment*."""
+        return [span for span in self.spans if span.ended <= moment]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pp_free_warmup._megatron.channels import communicator_of, exchange, reduction_groups
 from pp_free_warmup._megatron.contract import check_contract
+from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
 from pp_free_warmup._megatron.features import (
     attention_maxima,
     checkpointing_flag,
@@ -22,7 +23,6 @@ from pp_free_warmup._megatron.features import (
     stash_plan,
     with_fused_parts,
 )
-from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
 from pp_free_warmup._megatron.groups import (
     Groups,
     generation_of,
@@ -34,6 +34,7 @@ from pp_free_warmup._megatron.groups import (
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
     INTERLEAVED,
+    NO_PIPELINING,
     REQUIRED_KEYWORDS,
     SCHEDULE_NAMES,
     Shape,
@@ -53,13 +54,6 @@ from pp_free_warmup._megatron.schedule import (
     unwrapped,
     without_gradient_sync,
 )
-from pp_free_warmup._megatron.training import (
-    RERUN_MACHINE,
-    rerun_module,
-    rerun_validator,
-    timer_records,
-    timers_in_use,
-)
 from pp_free_warmup._megatron.trackers import (
     Slot,
     activation_records,
@@ -71,17 +65,19 @@ from pp_free_warmup._megatron.trackers import (
     straggler_timer,
     student_logits_are_captured,
 )
+from pp_free_warmup._megatron.training import (
+    RERUN_MACHINE,
+    rerun_module,
+    rerun_validator,
+    timer_records,
+    timers_in_use,
+)
 
 __all__ = [
-    "timers_in_use",
-    "timer_records",
-    "rerun_validator",
-    "rerun_module",
-    "RERUN_MACHINE",
-    "bucket_groups",
-    "bucket_fields",
     "INTERLEAVED",
+    "NO_PIPELINING",
     "REQUIRED_KEYWORDS",
+    "RERUN_MACHINE",
     "SCHEDULE_NAMES",
     "Groups",
     "Shape",
@@ -91,20 +87,21 @@ __all__ = [
     "arriving_shape",
     "attention_maxima",
     "backward_step",
+    "bucket_fields",
+    "bucket_groups",
     "check_contract",
     "checkpointing_flag",
     "close_nvtx_range",
+    "communicator_of",
     "config_of",
     "deferred_embeddings",
+    "exchange",
     "forward_step",
     "fused_operations",
-    "graph_slots",
-    "communicator_of",
-    "exchange",
-    "reduction_groups",
-    "inner_group",
     "generation_of",
+    "graph_slots",
     "groups_of",
+    "inner_group",
     "is_encoder_decoder",
     "is_first",
     "is_first_microbatch",
@@ -121,7 +118,10 @@ __all__ = [
     "pipeline_group_of",
     "read_tracker",
     "receive_shapes",
+    "reduction_groups",
     "release_output",
+    "rerun_module",
+    "rerun_validator",
     "router_generators",
     "router_replays",
     "router_tracer",
@@ -131,6 +131,8 @@ __all__ = [
     "stash_plan",
     "straggler_timer",
     "student_logits_are_captured",
+    "timer_records",
+    "timers_in_use",
     "unwrapped",
     "with_fused_parts",
     "without_gradient_sync",

@@ -109,7 +109,7 @@ def graph_slots(modules: Modules) -> Iterator[Slot]:
     if manager is not None:
         yield Slot(manager, "__call__", _run_eager)
     for module in modules:
-        if vars(module).get("cuda_graphs"):
+        if isinstance(vars(module).get("cuda_graphs"), list):
             yield Slot(module, "cuda_graphs", [])
 
 

@@ -95,5 +95,3 @@ def _stage_groups(collection: Any) -> tuple[Any, ...]:
 def _set(collection: Any, name: str) -> Any:
     """Return a group that is there and set (from 0.19 a declared but unset field reads as None)."""
     return getattr(collection, name, None)
-
-

@@ -21,8 +21,9 @@ from megatron.core.utils import get_model_config, get_model_type
 from pp_free_warmup._megatron.groups import Groups
 
 INTERLEAVED = "forward_backward_pipelining_with_interleaving"
+NO_PIPELINING = "forward_backward_no_pipelining"
 SCHEDULE_NAMES = (
-    "forward_backward_no_pipelining",
+    NO_PIPELINING,
     INTERLEAVED,
     "forward_backward_pipelining_without_interleaving",
 )

@@ -39,4 +39,3 @@ def rerun_validator() -> Any:
     """Return whose ``validate_result`` a loss calls: the machine, or the class of the one it would create."""
     machine = vars(rerun_state_machine)[RERUN_MACHINE]
     return rerun_state_machine.RerunStateMachine if machine is None else machine
-

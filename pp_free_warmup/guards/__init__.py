@@ -103,7 +103,7 @@ def guarded(call: ScheduleCall, extra: Iterable[Guard] = ()) -> Iterator[None]:
 
     Raises:
         RestoreFailed: One or more guards could not put their state back. All others did. The first
-            failure is the cause; an error of the block itself is that failure's context.
+            failure is the cause; an error of the block itself is the context.
         Exception: What a guard raised while saving, once those entered before it are undone; or
             what the block raised, once all are undone.
     """
@@ -136,13 +136,13 @@ def _leave(entered: list[Entered], error: BaseException | None) -> None:
 
 def _restore_failed(failures: list[tuple[str, BaseException]]) -> RestoreFailed:
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = f"rank {torch.distributed.get_rank()}" if ready else "this process"
+    where = f"rank {torch.distributed.get_rank()}" if ready else "this process"
     names = ", ".join(repr(name) for name, _ in failures)
-    told = "; ".join(f"{name}: {type(failure).__name__}: {failure}" for name, failure in failures)
+    told = (": ".join(filter(None, [name, type(failure).__name__, str(failure)])) for name, failure in failures)
     return RestoreFailed(
-        f"The warmup ran, but on {rank} it could not put back what {names} guard{'s' * (len(failures) == 1)}.",
-        found=f"{told}.",
-        matters=f"The model's state on {rank} is unknown; training from here could silently differ.",
+        f"The warmup ran, but on {where} not all could be put back: guard{'s' * (len(failures) > 1)} {names}.",
+        found=f"{'; '.join(told)}.",
+        matters=f"The model's state on {where} is unknown; training from here could silently differ.",
         do="Stop this run. Start it again with PP_FREE_WARMUP=0 and report the cause shown above.",
     )
 

@@ -101,6 +101,7 @@ def _lend_torch(lend: Lend) -> None:
         lend(owner, "is_current_stream_capturing", _always(False))
     lend(torch.cuda, "set_device", _always(None))
     lend(torch.cuda, "synchronize", _always(None))
+    lend(torch.cuda, "get_device_properties", _no_properties)
     for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
         lend(torch.cuda, name, getattr(cuda_streams, name))
     lend(torch.cuda, "default_stream", cuda_streams.current_stream)
@@ -166,6 +167,11 @@ def _transformer_engine_hidden() -> Iterator[None]:
     finally:
         sys.modules.pop(name, None)
         sys.modules.update(kept)
+
+
+def _no_properties(*_arguments: Any, **_keywords: Any) -> None:
+    """Answer as torch does without a GPU: Inductor asks for its cache key, and copes with this answer only."""
+    raise RuntimeError("cuda_on_cpu: there is no GPU to describe")
 
 
 def _at_once(act: Callable[[], None], **_keywords: Any) -> None:

@@ -17,12 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Keeps "cuda" and the CPU apart also after torch.manual_seed(s), which seeds both with s.
 SALT = 0x5EED_C0DA
 
-FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace") + (
-    "ones",
-    "ones_like",
-    "tensor",
-    "zeros",
-    "zeros_like",
+FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace"),
+    *("ones", "ones_like", "tensor", "zeros", "zeros_like"),
 )
 RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm")
 

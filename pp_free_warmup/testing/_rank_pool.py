@@ -5,23 +5,16 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from pp_free_warmup.testing._rank_job import Job, Outcome, Where
+from pp_free_warmup.testing._rank_process import Worker
 
 # Seconds for a new process to import torch and Megatron, also on a busy machine.
 START = 180.0
@@ -36,58 +29,6 @@ class RanksFailed(AssertionError):
 
 class RanksSkipped(Exception):
     """Every rank skipped the test."""
-
-
-@dataclass
-class Worker:
-    """One rank process.
-
-    Attributes:
-        process: The process, leader of its own process group.
-        connection: This end of the connection; the worker dies when it closes.
-        folder: Holds what the worker prints, and its compile caches if it was started fresh.
-    """
-
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    folder: tempfile.TemporaryDirectory[str] = field(repr=False)
-
-    @classmethod
-    def start(cls, environment: Mapping[str, str]) -> Worker:
-        """Start a process that is ready for jobs once it has imported Megatron."""
-        folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        ours, theirs = Pipe()
-        own = {name: value.format(folder=folder.name) for name, value in environment.items()}
-        with Path(folder.name, "printed").open("ab") as printed:
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}._rank_worker", str(theirs.fileno())],
-                env={**os.environ, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        theirs.close()
-        return cls(process, ours, folder)
-
-    @property
-    def printed(self) -> str:
-        """What the worker has printed since the last job began."""
-        return Path(self.folder.name, "printed").read_text(errors="replace")
-
-    def send(self, job: Job) -> None:
-        """Begin *job* with an empty page."""
-        os.truncate(Path(self.folder.name, "printed"), 0)
-        self.connection.send_bytes(pickle.dumps(job))
-
-    def stop(self) -> None:
-        """Kill the process and everything it started."""
-        self.connection.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.folder.cleanup()
 
 
 class RankPool:
@@ -147,20 +88,10 @@ def _collect(workers: list[Worker], deadline: float) -> dict[int, Outcome]:
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = rank_of.pop(connection)
-            ended[rank] = _outcome(workers[rank])
+            ended[rank] = workers[rank].outcome()
             if ended[rank].kind != "returned":
                 deadline = min(deadline, time.monotonic() + GRACE)
     return ended
-
-
-def _outcome(worker: Worker) -> Outcome:
-    try:
-        outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        code = worker.process.wait()
-        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return Outcome("raised", text=f"The process of this rank died: {reason}.")
-    return outcome
 
 
 def _values(workers: list[Worker], ended: dict[int, Outcome], timeout: float) -> list[Any]:
@@ -178,17 +109,10 @@ def _values(workers: list[Worker], ended: dict[int, Outcome], timeout: float) ->
     for rank, worker in enumerate(workers):
         outcome = ended.get(rank)
         if outcome is None:
-            parts.append(f"Rank {rank}: {late}. Its stacks:\n{_stacks(worker)}")
+            parts.append(f"Rank {rank}: {late}. Its stacks:\n{worker.stacks()}")
         elif outcome.kind != "returned":
             parts.append(f"Rank {rank}: {outcome.kind}\n{outcome.text}\nPrinted:\n{worker.printed[-4000:]}")
     raise RanksFailed("\n\n".join(parts))
-
-
-def _stacks(worker: Worker) -> str:
-    """Ask a worker that does not answer where it is, and give it a second to write that down."""
-    os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(1.0)
-    return worker.printed[-12000:]
 
 
 _numbers = itertools.count()
@@ -212,6 +136,7 @@ def run_on_ranks(
     device: str = "cpu",
     jit: bool = False,
     environment: Mapping[str, str] | None = None,
+    pool: RankPool | None = None,
     **keywords: Any,
 ) -> list[Any]:
     """Call *function* on *n* processes that form one ``torch.distributed`` world.
@@ -227,6 +152,7 @@ def run_on_ranks(
         jit: Compile Megatron's fused functions for real, see `cuda_on_cpu`.
         environment: Environment variables of fresh processes, which win; ``{folder}`` in a value
             stands for a directory of the process's own.
+        pool: Processes of the caller's, who stops them; None takes the ones that all tests share.
         **keywords: More arguments for *function*.
 
     Returns:
@@ -238,6 +164,8 @@ def run_on_ranks(
     """
     where, prefix, host = Where.of(function), f"job{next(_numbers)}", _store()
     jobs = [Job(where, arguments, keywords, rank, n, host, prefix, timeout, device, jit) for rank in range(n)]
+    if pool is not None:
+        return pool.run(jobs)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     if not fresh:
         if device not in _pools:

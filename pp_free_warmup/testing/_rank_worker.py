@@ -61,7 +61,7 @@ def _receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
 def _answer(outcome: Outcome) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever a value's own pickling raises
         return pickle.dumps(Outcome("raised", text="The value returned on this rank cannot be pickled.\n" + _trace()))
 
 
@@ -76,7 +76,7 @@ def run(job: Job) -> Outcome:
             prepared.enter_context(_process_group(job))
             body = job.where.find()
             return Outcome("returned", body(*job.arguments, **job.keywords))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - told to the test, which raises it
         if type(error).__name__ == "Skipped":
             return Outcome("skipped", text=str(error))
         return Outcome("raised", text=_trace(job.where.file))
@@ -140,7 +140,7 @@ def _trace(file: str | None = None) -> str:
 def _short(value: object, limit: int = 400) -> str:
     try:
         text = repr(value)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a repr may raise anything
         text = f"<repr failed: {error!r}>"
     return text if len(text) <= limit else text[:limit] + " ..."
 

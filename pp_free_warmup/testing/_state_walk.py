@@ -47,7 +47,7 @@ class StateWalk:
         if value is None or isinstance(value, PLAIN):
             self.fields[path] = repr(value)
             return
-        self.fields[path] = f"{type(value).__name__} object {id(value):#x}"
+        self.fields[path] = _named(value)
         if id(value) in self.met:
             return
         self.met[id(value)] = value
@@ -84,7 +84,7 @@ class StateWalk:
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         self.fields[path] = f"{tensor_digest(tensor)} {self.fields[path]}"
-        if isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf:
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.grad is not None):
             self.visit(f"{path}.grad", tensor.grad)
         self.attributes(path, vars(tensor))
 
@@ -110,7 +110,12 @@ class StateWalk:
             self.visit(f"{path}[{number}]", value)
 
     def _set(self, path: str, members: Iterable[Any]) -> None:
-        self.fields[path] += f" of {sorted(repr(each) if isinstance(each, PLAIN) else hex(id(each)) for each in members)}"
+        names = (repr(each) if isinstance(each, PLAIN) else _named(each) for each in members)
+        self.fields[path] += f" of {sorted(names)}"
+
+
+def _named(value: Any) -> str:
+    return f"{type(value).__name__} object {id(value):#x}"
 
 
 def _closed(_path: str, _value: Any) -> None:

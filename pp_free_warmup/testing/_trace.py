@@ -36,9 +36,7 @@ BENIGN = (
 
 
 @contextmanager
-def assert_leaves_no_trace(
-    model: Any = None, optimizer: Any = None, *, ignoring: Iterable[str] = ()
-) -> Iterator[None]:
+def assert_leaves_no_trace(model: Any = None, optimizer: Any = None, *, ignoring: Iterable[str] = ()) -> Iterator[None]:
     """Assert that the block changes nothing that later training could see, field by field.
 
     Compared, to the bit and by object identity: parameters, gradients, ``main_grad``, buffers

@@ -45,7 +45,7 @@ def batches(layout: Layout, seed: int, data_rank: int = 0) -> Iterator[Batch]:
         number += 1
 
 
-def token_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def token_loss(mask: Any, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum a microbatch's token losses, in the three-part form of Megatron's ``pretrain_gpt.py``."""
     total = (losses.float() * mask).sum()
     tokens = mask.sum().to(torch.int)
@@ -54,9 +54,9 @@ def token_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
 
 def forward_step(iterator: Iterator[Batch] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one microbatch through *chunk*: a ``forward_step_func`` as a trainer writes it."""
-    batch = {} if iterator is None else next(iterator)
+    batch: dict[str, Any] = {} if iterator is None else next(iterator)
     output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, partial(token_loss, batch.get("loss_mask"))
+    return output, partial(token_loss, batch.get("loss_mask"))  # called on the last stage only, which has a mask
 
 
 @dataclass(frozen=True)

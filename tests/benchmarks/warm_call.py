@@ -57,7 +57,9 @@ def main() -> float:
     from pp_free_warmup._ledger import TRAINING, Page, ledger
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{Path(folder, 'store')}", rank=0, world_size=1
+        )
         parallel_state.initialize_model_parallel()
         model = torch.nn.Linear(1, 1)
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -75,7 +77,7 @@ def main() -> float:
             added_by(warm_first_call(schedule, model=model), keywords),
         )
         torch.distributed.destroy_process_group()
-    print(f"a warm schedule call costs {added:.1f} us more (allowed {ALLOWED_US:.0f})")  # noqa: T201
+    print(f"a warm schedule call costs {added:.1f} us more (allowed {ALLOWED_US:.0f})")
     return added
 
 

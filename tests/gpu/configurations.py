@@ -68,7 +68,14 @@ def configurations(world: int, device: str = "cuda") -> list[Configuration]:
     base = base_layout(world, device)
     te = dataclasses.replace(base, transformer_impl="te")
     make = _Maker(base, te)
-    return [*_formats(make), *_entries(make), *_features(make), *_layouts(make, world), *_controls(make), *_graphs(make)]
+    return [
+        *_formats(make),
+        *_entries(make),
+        *_features(make),
+        *_layouts(make, world),
+        *_controls(make),
+        *_graphs(make),
+    ]
 
 
 class _Maker:

@@ -1,6 +1,6 @@
 """Compare training without, with, and again without the warmup, to the bit: ``python -m tests.gpu.parity``.
 
-One set of processes, one per GPU, serves all configurations; process groups and Megatron's parallel
+One set of processes, one per GPU, serves many configurations; process groups and Megatron's parallel
 state are made anew for each run. A configuration that fails or hangs costs its processes and its
 own result, no other. Results are written to JSON after each configuration.
 """
@@ -8,39 +8,37 @@ own result, no other. Results are written to JSON after each configuration.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import importlib.util
+import itertools
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pp_free_warmup.testing._rank_pool import RanksFailed, run_on_ranks
+from pp_free_warmup.testing._rank_pool import RankPool, RanksFailed, run_on_ranks
+from tests.gpu.comparison import verdict
 from tests.gpu.configurations import Configuration, configurations
-from tests.gpu.run import record
 
-# Transformer Engine repeats its own results only so; the rest is what Megatron asks for.
+# Transformer Engine repeats its own results only so; the others are what Megatron asks for, and one
+# compiler thread per process, since many processes compile at once.
 ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-SHOWN = 12
+RUNS = (("without", False), ("with", True), ("without again", False))
 GOOD = ("identical", "noticed", "not run")
-Ranks = list[dict[str, Any]]
-
-
-def set_environment() -> None:
-    """Ask for deterministic kernels, unless the caller already chose."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def reason_not_to_run(configuration: Configuration, device: str) -> str:
@@ -53,95 +51,113 @@ def reason_not_to_run(configuration: Configuration, device: str) -> str:
 
 
 def compare(
-    configuration: Configuration, world: int, *, device: str = "cuda", steps: int = 20, limit_s: float = 90.0
+    configuration: Configuration,
+    world: int,
+    *,
+    device: str = "cuda",
+    steps: int = 20,
+    limit_s: float = 120.0,
+    pool: RankPool | None = None,
 ) -> dict[str, Any]:
     """Run one configuration without, with and without the warmup, and say how they compare.
 
+    Args:
+        configuration: What to train.
+        world: Processes.
+        device: ``"cuda"`` or ``"cpu"``.
+        steps: Training steps of each run.
+        limit_s: Seconds after which a run counts as hung.
+        pool: The processes; None takes the shared ones.
+
     Returns:
-        ``name``, ``verdict`` (identical, differs, not comparable, not warmed, failed; for a control
-        noticed or blind), how much was compared, and what differs first on each rank.
+        ``name``, ``runs`` and what `verdict` returns; verdict ``failed`` comes with ``error``.
     """
+    from tests.gpu.run import record
+
     result: dict[str, Any] = {"name": configuration.name, "steps": steps, "runs": {}}
-    runs: dict[str, Ranks] = {}
-    for name, warm in (("without", False), ("with", True), ("without again", False)):
+    ended = []
+    for name, warm in RUNS:
         began = time.perf_counter()
+        options = {"timeout": limit_s, "device": device, "pool": pool}
         try:
-            runs[name] = run_on_ranks(
-                record, world, configuration, warm=warm, steps=steps, timeout=limit_s, device=device
-            )
+            ended.append(run_on_ranks(record, world, configuration, warm=warm, steps=steps, **options))
         except RanksFailed as failure:
             return {**result, "verdict": "failed", "where": name, "error": str(failure)}
-        result["runs"][name] = {
-            "wall_s": round(time.perf_counter() - began, 2),
-            "seconds": [rank["seconds"] for rank in runs[name]],
-        }
-    return {**result, **_verdict(configuration, runs)}
+        seconds = [rank["seconds"] for rank in ended[-1]]
+        result["runs"][name] = {"wall_s": round(time.perf_counter() - began, 2), "ranks": seconds}
+    return {**result, **verdict(configuration, *ended)}
 
 
-def _verdict(configuration: Configuration, runs: dict[str, Ranks]) -> dict[str, Any]:
-    first, warmed, second = runs.values()
-    apart, changed = _differences(first, second), _differences(first, warmed)
-    told: dict[str, Any] = {
-        "compared": sum(len(rank["kept"]) for rank in first),
-        "losses": [loss for rank in first for loss in rank["losses"]][:: max(1, configuration.layout.num_microbatches)],
-        "warmups": [rank["warmups"] for rank in warmed],
-    }
-    kinds = {"training", *(["forward-only"] if configuration.forward_only_first else [])}
-    done = [{report["kind"] for report in rank["warmups"] if report["outcome"] == "warmed"} for rank in warmed]
-    if any(kinds - each for each in done):
-        return {**told, "verdict": "not warmed"}
-    if apart:
-        return {**told, "verdict": "not comparable", "differences": apart, "with_warmup": changed}
-    if configuration.without:
-        return {**told, "verdict": "noticed" if changed else "blind", "differences": changed}
-    return {**told, "verdict": "differs" if changed else "identical", "differences": changed}
+class Comparisons:
+    """All chosen configurations, in lanes that each have processes of their own.
 
+    Args:
+        arguments: The command line.
+    """
 
-def _differences(one: Ranks, other: Ranks) -> list[str]:
-    """Name what differs, rank by rank, in the order in which it happened."""
-    found = []
-    for rank, (left, right) in enumerate(zip(one, other, strict=True)):
-        names = dict.fromkeys([*left["kept"], *right["kept"]])
-        unequal = [name for name in names if left["kept"].get(name) != right["kept"].get(name)]
-        found += [f"rank {rank}: {name}" for name in unequal[:SHOWN]]
-        if len(unequal) > SHOWN:
-            found.append(f"rank {rank}: and {len(unequal) - SHOWN} of {len(names)} more")
-    return found
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.chosen = chosen(arguments)
+        self.document: dict[str, Any] = {"command": " ".join(sys.argv), "machine": describe_machine(arguments)}
+        self._results: dict[str, dict[str, Any]] = {}
+        self._waiting: queue.SimpleQueue[Configuration] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
 
+    def run(self) -> dict[str, Any]:
+        """Compare them all within the budget; return the document that was written."""
+        for configuration in self.chosen:
+            self._waiting.put(configuration)
+        with concurrent.futures.ThreadPoolExecutor(self.arguments.lanes) as lanes:
+            for ended in [lanes.submit(self._lane) for _ in range(self.arguments.lanes)]:
+                ended.result()
+        return self.document
 
-def run_all(arguments: argparse.Namespace, told: Callable[[str], None] = print) -> dict[str, Any]:
-    """Compare every chosen configuration within the budget; write the results as they come."""
-    began = time.monotonic()
-    results: list[dict[str, Any]] = []
-    document = {"command": " ".join(sys.argv), "machine": describe_machine(arguments), "results": results}
-    for configuration in chosen(arguments):
+    def _lane(self) -> None:
+        """Take one configuration after the other, with one set of processes."""
+        pool = RankPool({"CUDA_VISIBLE_DEVICES": ""} if self.arguments.device == "cpu" else {})
+        try:
+            while True:
+                self._finish(self._one(self._waiting.get_nowait(), pool))
+        except queue.Empty:
+            return
+        finally:
+            pool.stop()
+
+    def _one(self, configuration: Configuration, pool: RankPool) -> dict[str, Any]:
+        arguments, began = self.arguments, time.monotonic()
         lacking = reason_not_to_run(configuration, arguments.device)
-        if not lacking and time.monotonic() - began > arguments.budget_s:
+        if not lacking and began - self._began > arguments.budget_s:
             lacking = "no time left"
-        started = time.perf_counter()
-        result = {"name": configuration.name, "verdict": "not run", "error": lacking}
-        if not lacking:
-            options = {"device": arguments.device, "steps": arguments.steps, "limit_s": arguments.limit_s}
-            result = compare(configuration, arguments.ranks, **options)
-        result["wall_s"] = round(time.perf_counter() - started, 2)
-        results.append(result)
-        told(_line(result))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return document
+        if lacking:
+            return {"name": configuration.name, "verdict": "not run", "error": lacking}
+        options = {"device": arguments.device, "steps": arguments.steps, "limit_s": arguments.limit_s}
+        return {**compare(configuration, arguments.ranks, pool=pool, **options), "wall_s": time.monotonic() - began}
+
+    def _finish(self, result: dict[str, Any]) -> None:
+        """Print one line, and write all results so far, in the order of the configurations."""
+        with self._lock:
+            print(line_of(result), flush=True)
+            self._results[result["name"]] = result
+            names = [configuration.name for configuration in self.chosen]
+            self.document["results"] = [self._results[name] for name in names if name in self._results]
+            self.arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            self.arguments.out.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
 
 
-def _line(result: dict[str, Any]) -> str:
-    detail = result.get("error") or "; ".join(result.get("differences", [])[:4])
-    compared = f", {result['compared']} digests" if "compared" in result else ""
-    return f"{result['verdict']:>15}  {result['name']}  ({result['wall_s']:.1f} s{compared})  {detail[-1500:]}".rstrip()
+def line_of(result: dict[str, Any]) -> str:
+    """Return a result in one line; of an error its end, which names it."""
+    parts = [result.get("error", "")[-1500:], *result.get("apart", [])[:3], *result.get("differences", [])[:4]]
+    compared = f", {result['compared']} compared" if "compared" in result else ""
+    seconds = f"({result.get('wall_s', 0.0):.1f} s{compared})"
+    return f"{result['verdict']:>15}  {result['name']}  {seconds}  {'; '.join(filter(None, parts))}".rstrip()
 
 
 def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Say what the results were measured on and with."""
     from importlib.metadata import PackageNotFoundError, version
 
-    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     for name in ("megatron-core", "transformer-engine", "triton"):
         try:
             versions[name] = version(name)
@@ -166,11 +182,12 @@ def chosen(arguments: argparse.Namespace) -> list[Configuration]:
         SystemExit: A name is unknown.
     """
     known = {configuration.name: configuration for configuration in configurations(arguments.ranks, arguments.device)}
-    names = [name for name in (arguments.only or "").split(",") if name] or list(known)
-    unknown = [name for name in names if name not in known]
+    only = [name for name in arguments.only.split(",") if name] or list(known)
+    left_out = [name for name in arguments.skip.split(",") if name]
+    unknown = [name for name in itertools.chain(only, left_out) if name not in known]
     if unknown:
         raise SystemExit(f"unknown configuration {unknown}; known: {', '.join(known)}")
-    return [known[name] for name in names]
+    return [known[name] for name in only if name not in left_out]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -180,20 +197,27 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=0, help="processes; 0: one per GPU (on CPU: 2)")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", help="names, separated by commas")
-    parser.add_argument("--limit-s", type=float, default=90.0, help="seconds for one run, then it counts as hung")
+    parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--skip", default="", help="names, separated by commas")
+    parser.add_argument("--lanes", type=int, default=1, help="sets of processes that share the GPUs")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for one run, then it counts as hung")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which none is begun")
     arguments = parser.parse_args(words)
     arguments.ranks = arguments.ranks or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
     return arguments
 
 
+def set_environment() -> None:
+    """Set what processes that are started from now on need, where the caller has not chosen."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Compare, print one line per configuration, and return 0 if nothing is wrong."""
     set_environment()
-    arguments = parse(words)
-    document = run_all(arguments)
-    verdicts = [result["verdict"] for result in document["results"]]
+    document = Comparisons(parse(words)).run()
+    verdicts = [result["verdict"] for result in document.get("results", [])]
     print({verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)})
     return 0 if all(verdict in GOOD for verdict in verdicts) else 1
 

@@ -32,7 +32,7 @@ def record(configuration: Configuration, *, warm: bool, steps: int) -> dict[str,
         steps: Training steps.
 
     Returns:
-        ``kept`` (name to digest), ``losses``, ``warmups`` (the reports), ``seconds``.
+        ``fields`` (per step, path to text), ``losses``, ``warmups`` (the reports), ``seconds``.
     """
     warnings.simplefilter("default")  # what a GPU's libraries warn about is not under test here
     with _like_a_new_process(), contextlib.ExitStack() as block:
@@ -48,11 +48,9 @@ class _Run:
         self.configuration, self.warm, self.block = configuration, warm, block
         self.training = models.build(configuration.layout, SEED)
         _fuse_weight_gradients(configuration, self.training)
-        self.recorder = Recorder(self.training, steps)
+        self.recorder = Recorder(self.training, steps, activations=configuration.activations)
         self.replays = block.enter_context(_counted_replays())
         self.warmup: Any = None
-        if configuration.activations:
-            self.recorder.hook_layers()
         self.build_s = time.perf_counter() - began
 
     def through(self, steps: int) -> dict[str, Any]:
@@ -61,7 +59,7 @@ class _Run:
         for step in range(steps):
             self._step(step)
         return {
-            "kept": self.recorder.kept,
+            "fields": self.recorder.fields,
             "losses": self.recorder.losses,
             "warmups": [report.to_dict() for report in self.warmup.reports] if self.warmup else [],
             "seconds": {"build": round(self.build_s, 2), "run": round(time.perf_counter() - began, 2)},
@@ -69,28 +67,28 @@ class _Run:
 
     def _step(self, step: int) -> None:
         recorder, configuration = self.recorder, self.configuration
-        recorder.begin(step)
         self.replays.clear()
         here = step == configuration.warm_at
-        if here:
-            self._enter()
-        if not (here and configuration.gradients_at_entry):
-            self.training.zero_grad()
-        recorder.returned("losses", self._schedule())
-        if recorder.closely:
-            recorder.gradients()
+        with recorder.begin():
+            if here:
+                self._enter()
+            if not (here and configuration.gradients_at_entry):
+                self.training.zero_grad()
+            recorder.returned("step", self._schedule())
+        recorder.gradients()
         updated, norm, _ = self.training.optimizer.step()
-        recorder.note("updated, norm and scale", (bool(updated), norm and float(norm), self._loss_scale()))
+        recorder.note("updated", bool(updated))
+        recorder.note("gradient norm", "none" if norm is None else float(norm).hex())
+        recorder.note("loss scale", float(self.training.optimizer.get_loss_scale()))
         recorder.note("graph replays", len(self.replays))
-        if recorder.closely:
-            recorder.state()
+        recorder.state()
 
     def _enter(self) -> None:
         """Do what comes before the first warmed step, and open the block."""
         configuration = self.configuration
         if configuration.gradients_at_entry:
             self.training.zero_grad()
-            self.recorder.returned("losses at entry", self._schedule())
+            self.recorder.returned("gradients at entry", self._schedule())
         if self.warm:
             kept = tuple(guard for guard in guards.GUARDS if guard.__name__ not in configuration.without)
             assert len(kept) == len(guards.GUARDS) - len(configuration.without), "a guard to leave out is unknown"
@@ -100,13 +98,11 @@ class _Run:
             with torch.no_grad():
                 self.recorder.returned("log-probs", self._schedule(forward_only=True))
 
-    def _schedule(self, *, forward_only: bool = False) -> Any:
+    def _schedule(self, *, forward_only: bool = False) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        return get_forward_backward_func()(**self.training.schedule_arguments(forward_only=forward_only))
-
-    def _loss_scale(self) -> float:
-        return float(self.training.optimizer.get_loss_scale())
+        schedule = get_forward_backward_func()
+        return list(schedule(**self.training.schedule_arguments(forward_only=forward_only)))
 
 
 def _fuse_weight_gradients(configuration: Configuration, training: models.Training) -> None:

@@ -108,8 +108,10 @@ def _losses(call):
 
 def _entries(tracker):
     entries = tracker if isinstance(tracker, dict) else {} if tracker is None else tracker.metrics
-    return {name: dict(vars(entry)) if hasattr(entry, "values") and not isinstance(entry, dict) else entry
-            for name, entry in entries.items()}
+    return {
+        name: dict(vars(entry)) if hasattr(entry, "values") and not isinstance(entry, dict) else entry
+        for name, entry in entries.items()
+    }
 
 
 def _log(call):

@@ -115,7 +115,7 @@ def _mark(call):
 # --- ddp_buckets ---
 
 
-def _ddp_call(stack, **options):
+def ddp_call(stack, **options):
     """Make a call with a model in Megatron's DDP, the only rank of its world."""
     stack.enter_context(alone())
     if not parallel_state.model_parallel_is_initialized():
@@ -131,7 +131,7 @@ def _ddp_call(stack, **options):
 
 def _gathering_ddp_call(stack):
     """Make a call between two steps: one reduction done, the next parameter gather not dispatched yet."""
-    call = _ddp_call(stack, overlap_param_gather=True)
+    call = ddp_call(stack, overlap_param_gather=True)
     _train(call.chunks[0])
     return call
 
@@ -154,7 +154,10 @@ def _buckets(call):
             [set(vars(group).get("params_with_grad", ())), dict(vars(group).get("per_param_grad_ready_counts", {}))]
             for group in ddp.bucket_groups
         ],
-        "hooks": [[Same(module._forward_pre_hooks), *map(Same, module._forward_pre_hooks.values())] for module in ddp.modules()],
+        "hooks": [
+            [Same(module._forward_pre_hooks), *map(Same, module._forward_pre_hooks.values())]
+            for module in ddp.modules()
+        ],
         "parameters": [parameter.data for parameter in ddp.parameters()],
     }
 
@@ -335,7 +338,7 @@ CASES = (
     Case(guards.rng, _graph_safe_rng_call, _generators, _draw, variant="graph-safe"),
     Case(guards.parameters, _accumulating_call, _attributes, _mark),
     Case(guards.gradients, _accumulating_call, _gradients, _accumulate),
-    Case(guards.ddp_buckets, _ddp_call, _buckets, _backward_without_no_sync),
+    Case(guards.ddp_buckets, ddp_call, _buckets, _backward_without_no_sync),
     Case(guards.ddp_buckets, _gathering_ddp_call, _buckets, _backward_without_no_sync, variant="gathering"),
     Case(guards.buffers, lambda stack: call_of(Counting()), _buffers, lambda call: call.chunks[0]()),
     Case(guards.first_microbatch, _layers_call, _layers, _clear_first),

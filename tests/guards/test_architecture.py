@@ -53,7 +53,8 @@ def test_random_numbers_are_saved_first_and_put_back_last():
     assert NAMES[0] == "rng"
 
 
-GOOD = '"""A tracker."""\ndef ema(call):\n    """Keep it.\n\n    Changed by: a.\n    Put back by: b.\n    Missed by: c.\n    """'
+LINES_OF_DOC = "Keep it.\n\n    Changed by: a.\n    Put back by: b.\n    Missed by: c.\n    "
+GOOD = f'"""A tracker."""\ndef ema(call):\n    """{LINES_OF_DOC}"""'
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,12 @@ GOOD = '"""A tracker."""\ndef ema(call):\n    """Keep it.\n\n    Changed by: a.\
     [
         (GOOD, [], ["ema"], "guards/ema.py is not in GUARDS of guards/__init__.py"),
         (GOOD, ["ema"], [], "ema has no case in tests/guards/cases.py"),
-        (GOOD.replace("Missed by", "By"), ["ema"], ["ema"], "the docstring of guards/ema.py has no line 'Missed by: ...'"),
+        (
+            GOOD.replace("Missed by", "By"),
+            ["ema"],
+            ["ema"],
+            "the docstring of guards/ema.py has no line 'Missed by: ...'",
+        ),
         (GOOD.replace("ema", "other"), ["ema"], ["ema"], "guards/ema.py has no function ema"),
         (GOOD.replace('"""A tracker."""\n', ""), ["ema"], ["ema"], "guards/ema.py has no docstring"),
         (GOOD + "\n" * 60, ["ema"], ["ema"], "guards/ema.py has 67 lines; a guard has at most 60"),

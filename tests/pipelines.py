@@ -1,0 +1,71 @@
+"""A tiny real pipeline whose forward steps are counted, those of a warmup apart from the real ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from pp_free_warmup import in_warmup
+from pp_free_warmup.testing import models
+from pp_free_warmup.testing.models import Layout
+
+SMALL = Layout(layers=2, hidden=16, heads=2, seq=8, vocab=32, micro_batch=1, num_microbatches=2)
+VIRTUAL = replace(SMALL, vp=2, layers=4)
+
+
+@dataclass
+class Counting:
+    """A ``forward_step_func`` that counts its calls; ``also`` is called in each, first.
+
+    Attributes:
+        passes: Calls inside a warmup.
+        real: Calls of the real schedule.
+    """
+
+    also: Any = None
+    passes: int = 0
+    real: int = 0
+    order: list[str] = field(default_factory=list)
+
+    def __call__(self, iterator: Any, chunk: Any) -> Any:
+        """Count, then run the microbatch."""
+        if in_warmup():
+            self.passes += 1
+        else:
+            self.real += 1
+        self.order.append("pass" if in_warmup() else "real")
+        if self.also is not None:
+            self.also()
+        return models.forward_step(iterator, chunk)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Passes and real calls."""
+        return self.passes, self.real
+
+
+def pipeline(layout: Layout = SMALL, seed: int = 1, also: Any = None) -> Any:
+    """Build a small model in training whose ``forward_step`` is a `Counting`."""
+    return models.build(layout, seed, step=Counting(also))
+
+
+def fetched() -> Any:
+    """Fetch the schedule now, as a trainer does."""
+    return get_forward_backward_func()
+
+
+def call(training: Any, schedule: Any = None, **keywords: Any) -> Any:
+    """Call the schedule, fetched now unless given, for one step of *training*."""
+    forward_only = keywords.pop("forward_only", False)
+    arguments = {**training.schedule_arguments(forward_only=forward_only), **keywords}
+    return (schedule or fetched())(**arguments)
+
+
+def everyone(value: Any) -> list[Any]:
+    """Return every rank's value, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

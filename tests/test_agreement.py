@@ -1,0 +1,580 @@
+"""This call's ranks all go, or none; no decision is split, no wait unbounded, no failure nameless."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from forked import Ending, run_forked
+
+from pp_free_warmup._agreement import Ballot, Decision, Reason, Tally, Word, decide
+from pp_free_warmup._agreement.halls import Hall
+from pp_free_warmup._agreement.mailbox import Mailbox
+from pp_free_warmup._agreement.pace import Pace
+from pp_free_warmup._agreement.signs import Heart, Signs
+from pp_free_warmup.errors import RankSilent
+from pp_free_warmup.testing import ranks
+
+GO, WARM, OFF, SKIP, REFUSE, FAILED = Word.GO, Word.WARM, Word.OFF, Word.SKIP, Word.REFUSE, Word.FAILED
+LONG = 60.0
+
+
+def grid(stages: int) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
+    """Return this rank's pipeline group, and its stage's in a tuple; ranks count through a stage first."""
+    width = dist.get_world_size() // stages
+    rows = [dist.new_group(list(range(first, first + width))) for first in range(0, stages * width, width)]
+    columns = [dist.new_group(list(range(column, stages * width, width))) for column in range(width)]
+    return columns[dist.get_rank() % width], (rows[dist.get_rank() // width],)
+
+
+# What the words mean
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ([GO, GO], GO),
+        ([GO, WARM], GO),
+        ([WARM, WARM], WARM),
+        ([OFF, OFF], OFF),
+        ([OFF, GO], SKIP),
+        ([OFF, WARM], SKIP),
+        ([SKIP, GO], SKIP),
+        ([SKIP, OFF], SKIP),
+        ([REFUSE, GO], REFUSE),
+        ([REFUSE, OFF], REFUSE),
+        ([REFUSE, SKIP], REFUSE),
+        ([FAILED, REFUSE], FAILED),
+        ([FAILED, WARM], FAILED),
+    ],
+)
+def test_the_gravest_word_decides(said, word):
+    """One failure, refusal or skip holds for all; a flag that is off somewhere warms up nowhere."""
+    assert decide([Tally.of(rank, one) for rank, one in enumerate(said)]).word is word
+    assert decide([Tally.together(0, [Tally.of(rank, one) for rank, one in enumerate(said)])]).word is word
+
+
+def test_ranks_with_the_flag_off_are_named():
+    """Where the flag is on and off, the decision names those that have it off, and nobody else."""
+    decision = decide([Tally.of(0, GO), Tally.of(1, OFF, "switched off"), Tally.of(2, GO)])
+
+    assert decision.reasons == (Reason(1, OFF, "switched off"),)
+
+
+def test_the_gravest_reasons_come_first():
+    """A failure is named before a refusal, and lower ranks before higher ones."""
+    said = [Tally.of(0, OFF, "off"), Tally.of(1, REFUSE, "b"), Tally.of(2, FAILED, "c"), Tally.of(3, REFUSE, "d")]
+
+    assert [reason.rank for reason in decide(said).reasons] == [2, 1, 3, 0]
+
+
+def test_a_decision_survives_the_store():
+    """What is read equals what was written, reasons and numbers included."""
+    decision = decide([Tally.of(3, REFUSE, "no \u00fcse", {"pass": 1.5}), Tally.of(4, GO, detail={"pass": 0.5})])
+
+    assert Decision.read(decision.text()) == decision
+
+
+def test_a_tally_keeps_the_spread_of_each_number():
+    """Of a number that many ranks give, the smallest and largest stay, with the rank of the largest."""
+    tally = Tally.together(0, [Tally.of(rank, GO, detail={"pass": seconds}) for rank, seconds in enumerate([3, 9, 1])])
+
+    assert tally.detail == {"pass": (1, 9, 1)}
+
+
+def test_a_tally_does_not_grow_with_the_ranks():
+    """What a stage says to the next group is as long for a thousand ranks as for sixteen."""
+
+    def size(count: int) -> int:
+        said = [Tally.of(rank, REFUSE, "as everywhere", {"pass": 1.0}) for rank in range(1000, 1000 + count)]
+        return len(Tally.together(1000, said).line())
+
+    assert size(1000) < size(16) + 10
+
+
+# What the store is asked
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request, tmp_path):
+    """A store of each kind that process groups meet through."""
+    made = {
+        "hash": lambda: dist.PrefixStore("p", dist.HashStore()),
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }
+    return made[request.param]()
+
+
+def test_asking_for_what_is_not_there_does_not_wait(store):
+    """A key without a value reads as None at once, and reading does not make one."""
+    mailbox = Mailbox(store)
+    began = time.monotonic()
+
+    assert mailbox.peek("nothing") is None
+    assert mailbox.peek("nothing") is None
+    assert time.monotonic() - began < 1
+
+
+def test_the_first_writer_wins(store):
+    """A second writer gets the first one's value back, through whichever connection."""
+    mine, yours = Mailbox(store), Mailbox(store)
+
+    assert mine.write_first("decision", "go") == "go"
+    assert yours.write_first("decision", "abort") == "go"
+    assert yours.peek("decision") == "go"
+
+
+def test_lines_are_added_in_order_and_forgotten(store):
+    """Lines under one key stay apart; a forgotten key is as if it never was."""
+    mailbox = Mailbox(store)
+    mailbox.append("words", "one\n")
+    mailbox.append("words", "two\n")
+
+    assert (mailbox.peek("words") or "").splitlines() == ["one", "two"]
+    mailbox.forget(["words", "never there"])
+    assert mailbox.peek("words") is None
+
+
+# Signs of life
+
+
+def test_a_rank_that_gives_signs_is_not_silent():
+    """Only an unchanged sign makes a rank lost, and the text says what it did last."""
+    mailbox = Mailbox(dist.HashStore())
+    heart, signs = Heart(mailbox, 7, 0, 0.0), Signs(mailbox, timeout=0.2, period=0.0)
+    heart.tell("forward of chunk 0")
+    for _ in range(4):
+        heart.move()
+        heart.beat()
+        signs.look({7: 0})
+        time.sleep(0.1)
+    assert signs.silent({7: 0}) == {}
+
+    time.sleep(0.2)
+    signs.look({7: 0})
+    assert "rank 7 is lost" in signs.silent({7: 0})[7]
+    assert "forward of chunk 0" in signs.silent({7: 0})[7]
+
+
+def test_a_rank_that_lives_and_makes_no_progress_is_named_after_longer():
+    """A sign that changes without progress counts as silence after six timeouts."""
+    mailbox = Mailbox(dist.HashStore())
+    heart, signs = Heart(mailbox, 7, 0, 0.0), Signs(mailbox, timeout=0.1, period=0.0)
+    began = time.monotonic()
+    while not signs.silent({7: 0} if time.monotonic() > began else {}):
+        heart.beat()
+        signs.look({7: 0})
+        time.sleep(0.02)
+        assert time.monotonic() - began < 2
+
+    assert time.monotonic() - began >= 0.6
+    assert "rank 7 is alive but made no progress" in signs.silent({7: 0})[7]
+
+
+def test_a_rank_that_never_came_is_told_from_a_lost_one():
+    """A rank without any sign never came to the call."""
+    signs = Signs(Mailbox(dist.HashStore()), timeout=0.0, period=0.0)
+    signs.look({3: 0})
+    time.sleep(0.01)
+    signs.look({3: 0})
+
+    assert "rank 3 never came to this call" in signs.silent({3: 0})[3]
+
+
+def test_questions_become_rarer_and_scale_with_the_ranks():
+    """The first question follows after a millisecond; ten thousand ranks ask less often than ten."""
+    few, many = Pace(600, 10), Pace(600, 10_000)
+    pauses = few.pauses()
+
+    assert next(pauses) == 0.001
+    assert max(next(pauses) for _ in range(50)) == 0.1
+    assert few.sign == 1.0
+    assert many.sign > 3.0
+    assert Pace(2.0, 10).sign == 0.25
+
+
+# Votes of real processes
+
+
+@pytest.mark.ranks
+@ranks(4)
+def test_all_ranks_read_one_decision() -> None:
+    """Two stages of two ranks go, and every rank reads the same numbers of every stage, in order."""
+    ballot = Ballot(*grid(2), timeout=LONG)
+    with ballot.watching():
+        decision = ballot.vote(GO, detail={"pass": float(dist.get_rank())})
+
+    texts = [None] * 4
+    dist.all_gather_object(texts, decision.text())
+    assert decision.word is GO
+    assert [stage.detail["pass"] for stage in decision.stages] == [(0.0, 1.0, 1), (2.0, 3.0, 3)]
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("who", range(4))
+@ranks(4)
+def test_one_refusal_is_everyones(who) -> None:
+    """Whichever rank refuses, leader or not, all ranks refuse and know who and why."""
+    ballot = Ballot(*grid(2), timeout=LONG)
+    mine = (REFUSE, "a reason") if dist.get_rank() == who else (GO,)
+
+    decision = ballot.vote(*mine)
+    assert decision.word is REFUSE
+    assert decision.reasons == (Reason(who, REFUSE, "a reason"),)
+    assert ballot.vote(GO).word is GO
+
+
+@pytest.mark.ranks
+@ranks(4)
+def test_votes_follow_each_other() -> None:
+    """Many ballots of several votes on the same groups never read each other's words."""
+    groups = grid(4)
+    for number in range(15):
+        ballot = Ballot(*groups, timeout=LONG)
+        with ballot.watching():
+            assert ballot.vote(WARM).word is WARM
+            assert ballot.vote(GO, detail={"number": number}).stages[3].detail["number"] == (number, number, 3)
+
+
+@pytest.mark.ranks
+@ranks(4)
+def test_keys_do_not_pile_up() -> None:
+    """After many votes the store holds as many keys of ours as after three."""
+    groups = grid(2)
+
+    def keys() -> int:
+        return sum("pp_free_warmup" in key for key in store().list_keys())
+
+    counts = []
+    for number in range(12):
+        ballot = Ballot(*groups, timeout=LONG)
+        with ballot.watching():
+            ballot.vote(GO)
+        dist.barrier()
+        counts.append(keys())
+        dist.barrier()
+    assert counts[-1] == counts[3]
+
+
+def store() -> dist.Store:
+    """Return the world's store."""
+    return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+
+
+@pytest.mark.ranks
+@ranks(4)
+def test_two_pipelines_of_one_world_decide_apart() -> None:
+    """Pipelines that share no rank vote without knowing of each other."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([rank]) for rank in range(4)]
+    mine = dist.get_rank() // 2
+    if mine == 0:
+        time.sleep(0.5)
+
+    decision = Ballot(pairs[mine], (alone[dist.get_rank()],), timeout=LONG).vote(GO if mine == 0 else OFF)
+    assert decision.word is (GO if mine == 0 else OFF)
+
+
+@pytest.mark.ranks
+@ranks(3)
+def test_a_rank_of_the_world_that_never_calls_is_not_missed() -> None:
+    """Two of three ranks form the pipeline; the third takes no part."""
+    pair = dist.new_group([0, 2])
+    alone = [dist.new_group([rank]) for rank in range(3)]
+    if dist.get_rank() != 1:
+        assert Ballot(pair, (alone[dist.get_rank()],), timeout=LONG).vote(GO).word is GO
+
+
+@pytest.mark.ranks
+@ranks(8)
+def test_a_stage_of_two_groups_is_walked_in_order() -> None:
+    """Tensor groups and then data groups reach a stage's ranks when no single group spans them."""
+    rank = dist.get_rank()
+    tensor = [dist.new_group([first, first + 1]) for first in range(0, 8, 2)][rank // 2]
+    data = [dist.new_group([first, first + 2]) for first in (0, 1, 4, 5)][(rank // 4) * 2 + rank % 2]
+    pipeline = [dist.new_group([first, first + 4]) for first in range(4)][rank % 4]
+    ballot = Ballot(pipeline, (tensor, data), timeout=LONG)
+
+    with ballot.watching():
+        decision = ballot.vote(GO if rank != 7 else SKIP, "last" if rank == 7 else "")
+        assert decision.word is SKIP
+        assert decision.reasons == (Reason(7, SKIP, "last"),)
+        assert [stage.ranks for stage in ballot.vote(GO).stages] == [4, 4]
+
+
+@pytest.mark.ranks
+@ranks(4)
+def test_stages_ordered_differently_are_refused() -> None:
+    """Where the stages' first ranks share no pipeline, all ranks refuse and say so, well before the timeout."""
+    rank = dist.get_rank()
+    stage = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    del stage[1]
+    swapped = dist.new_group([3, 2], use_local_synchronization=False)
+    pipeline = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    mine = stage[0] if rank < 2 else swapped
+    if dist.get_process_group_ranks(mine)[0] != 3 and rank >= 2:
+        pytest.skip("this torch sorts a group's ranks")
+
+    ballot = Ballot(pipeline, (mine,), timeout=20.0)
+    decision = ballot.vote(GO)
+    assert decision.word is REFUSE
+    assert "do not list their ranks alike" in decision.reasons[0].reason
+
+
+@pytest.mark.ranks
+@ranks(2)
+def test_a_rebuilt_world_on_the_same_store_starts_afresh() -> None:
+    """Groups that get the names of destroyed ones, on the store they used, never read their words."""
+    rank, shared = dist.get_rank(), store()
+    for word in (GO, OFF, WARM):
+        groups = grid(2)
+        ballot = Ballot(*groups, timeout=LONG)
+        assert [ballot.vote(word).word for _ in range(3)] == [word] * 3
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("again", shared), rank=rank, world_size=2)
+
+
+@pytest.mark.ranks
+@ranks(2)
+def test_the_group_behind_a_rebuilding_wrapper_is_used() -> None:
+    """A wrapper that keeps the real group as `.group` votes through that one."""
+
+    class Rebuilding(dist.ProcessGroup):
+        def __init__(self, group):
+            super().__init__(group.rank(), group.size())
+            self.group = group
+
+    pipeline, stage = grid(2)
+    assert Ballot(Rebuilding(pipeline), stage, timeout=LONG).vote(GO).word is GO
+
+
+@pytest.mark.ranks
+@ranks(8)
+def test_a_vote_is_quick() -> None:
+    """Half of the votes of eight ranks take at most 50 ms (a busy machine may stretch some)."""
+    groups = grid(4)
+    seconds = []
+    ballot = Ballot(*groups, timeout=LONG)
+    with ballot.watching():
+        for _ in range(21):
+            dist.barrier()
+            began = time.perf_counter()
+            ballot.vote(GO)
+            seconds.append(time.perf_counter() - began)
+    assert sorted(seconds)[10] <= 0.05
+
+
+# Failure
+
+
+def watched(lines: list[str]) -> None:
+    """Collect what the library logs into *lines*."""
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logging.getLogger("pp_free_warmup").addHandler(Keep())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("who", range(4))
+@ranks(4)
+def test_a_failure_is_heard_while_the_others_still_work(who) -> None:
+    """A rank that fails says so at once; the others log it before they vote, and read it as decided."""
+    lines: list[str] = []
+    watched(lines)
+    ballot = Ballot(*grid(2), timeout=4.0)
+    with ballot.watching():
+        assert ballot.vote(GO).word is GO
+        if dist.get_rank() != who:
+            time.sleep(1.5)
+            assert any(f"rank {who} failed: out of memory" in line for line in lines)
+        decision = ballot.vote(*((FAILED, "out of memory") if dist.get_rank() == who else (GO,)))
+    assert decision.word is FAILED
+    assert Reason(who, FAILED, "out of memory") in decision.reasons
+
+
+@pytest.mark.ranks
+@ranks(2)
+def test_a_slow_rank_is_not_late() -> None:
+    """A rank that shows signs of life and progress may work for many timeouts."""
+    ballot = Ballot(*grid(2), timeout=0.5)
+    with ballot.watching():
+        ballot.vote(GO)
+        if dist.get_rank() == 1:
+            for step in range(16):
+                ballot.tell("compiling", step)
+                time.sleep(0.25)
+        assert ballot.vote(GO).word is GO
+
+
+@pytest.mark.ranks
+@ranks(2)
+def test_progress_is_told_on_the_first_rank_alone() -> None:
+    """The pipeline's first rank gets lines about all stages, nobody else does."""
+    lines: list[str] = []
+    ballot = Ballot(*grid(2), timeout=2.0)
+    with ballot.watching(lines.append, every=0.5):
+        ballot.vote(GO)
+        ballot.tell(f"forward of chunk 0 by {dist.get_rank()}")
+        time.sleep(1.6)
+        ballot.vote(GO)
+    if dist.get_rank() == 0:
+        assert any("stage 1: forward of chunk 0 by 1" in line for line in lines)
+    else:
+        assert lines == []
+
+
+def silent_in_first_vote(who: int, timeout: float) -> str:
+    """Vote on all ranks but *who*, which comes much too late."""
+    ballot = Ballot(*grid(2), timeout=timeout)
+    if dist.get_rank() == who:
+        time.sleep(timeout + 5)
+    began = time.monotonic()
+    try:
+        ballot.vote(GO)
+    except RankSilent as silent:
+        return json.dumps([silent.found, time.monotonic() - began])
+    return "went"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("who", range(4))
+def test_a_silent_rank_is_named_on_all_and_obeys_when_it_comes(who):
+    """All end with the same error in time, the late rank included: what is stored holds."""
+    endings = run_forked(silent_in_first_vote, 4, who, 2.0)
+
+    said = [json.loads(ending.value) for ending in endings]
+    assert {ending.kind for ending in endings} == {"returned"}
+    assert len({found for found, _ in said}) == 1
+    assert f"rank {who} never came to this call" in said[0][0]
+    assert all(seconds < 2.0 + 5.0 for _, seconds in said)
+
+
+def killed_in_pass(who: int, timeout: float) -> None:
+    """Kill *who* between two votes."""
+    ballot = Ballot(*grid(2), timeout=timeout)
+    with ballot.watching():
+        ballot.vote(GO)
+        ballot.tell("forward of chunk 0")
+        time.sleep(0.6)
+        if dist.get_rank() == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ballot.vote(GO)
+
+
+def named(endings: list[Ending], who: int, words: str) -> None:
+    """Check that all ranks but *who* raised RankSilent with *words*, in time."""
+    for rank, ending in enumerate(endings):
+        if rank != who:
+            assert (ending.kind, ending.value) == ("raised", "RankSilent"), ending.text
+            assert words in ending.text
+            assert ending.seconds < 9.0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("store", ["agent", "rank0", "file"])
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_killed_rank_is_lost(who, store):
+    """A killed rank is named, with its last phase, under each way of starting a world."""
+    endings = run_forked(killed_in_pass, 4, who, 2.0, store=store)
+
+    assert endings[who].kind == "killed"
+    named(endings, who, f"rank {who} is lost: no sign of life for")
+    assert "last seen in 'forward of chunk 0'" in endings[3].text
+
+
+@pytest.mark.ranks
+def test_a_killed_host_of_the_store_is_named():
+    """Without its store no rank can vote: each ends at once and says whose process served it."""
+    endings = run_forked(killed_in_pass, 4, 0, 2.0, store="rank0")
+
+    assert endings[0].kind == "killed"
+    named(endings, 0, "the process that serves the key-value store is lost")
+    assert "global rank 0" in endings[1].text
+
+
+def stuck_in_pass(timeout: float) -> None:
+    """Let rank 1 live for long without getting anywhere."""
+    ballot = Ballot(*grid(2), timeout=timeout)
+    with ballot.watching():
+        ballot.vote(GO)
+        ballot.tell("backward of chunk 0")
+        if dist.get_rank() == 1:
+            time.sleep(8 * timeout)
+        ballot.vote(GO)
+
+
+@pytest.mark.ranks
+def test_a_stuck_rank_is_named_alive_without_progress():
+    """A rank whose thread lives but whose work stands still ends the wait after six timeouts."""
+    endings = run_forked(stuck_in_pass, 2, 0.5)
+
+    assert [ending.value for ending in endings] == ["RankSilent", "RankSilent"]
+    assert "rank 1 is alive but made no progress" in endings[0].text
+    assert "backward of chunk 0" in endings[0].text
+
+
+def leaves_while_others_work() -> str:
+    """Let the host of the store fail and leave at once, while rank 1 works on."""
+    ballot = Ballot(*grid(2), timeout=4.0)
+    with ballot.watching():
+        ballot.vote(GO)
+        if dist.get_rank() == 0:
+            assert ballot.vote(FAILED, "out of memory").word is FAILED
+            os._exit(0)
+        time.sleep(4)
+        return ballot.vote(GO).reasons[0].reason
+
+
+@pytest.mark.ranks
+def test_a_failed_host_of_the_store_is_still_heard():
+    """What a failing rank said counts, even when the store left with it."""
+    endings = run_forked(leaves_while_others_work, 2, store="rank0")
+
+    assert endings[1].value == "out of memory", endings[1].text
+
+
+@pytest.mark.ranks
+def test_no_thread_outlives_the_interpreter(tmp_path):
+    """A process that exits inside a watched block ends normally: a live thread would abort it."""
+    import subprocess
+    import sys
+
+    program = (
+        "import torch.distributed as dist\n"
+        "from pp_free_warmup._agreement import Ballot\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "ballot = Ballot(dist.new_group([0]), (), timeout=1.0)\n"
+        "block = ballot.watching()\n"
+        "block.__enter__()\n"
+        "print('end')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "end\n"), ended.stderr
+
+
+def test_a_place_is_never_used_twice(tmp_path):
+    """A second group object of the same name, on the same store, gets another place."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mailbox = Mailbox.of_world()
+        first = Hall(dist.group.WORLD, mailbox, 0).place
+        again = Hall(dist.group.WORLD, mailbox, 0).place
+        Hall._places.pop(dist.group.WORLD)
+        other = Hall(dist.group.WORLD, mailbox, 0).place
+    finally:
+        dist.destroy_process_group()
+    assert first == again
+    assert first.name != other.name

@@ -1,0 +1,317 @@
+"""The schedules are stood in for while a block is armed, and the very same objects come back."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+from pp_free_warmup import _patch
+from pp_free_warmup._megatron import REQUIRED_KEYWORDS, SCHEDULE_NAMES
+from pp_free_warmup.errors import UnsupportedMegatron, WrongCall
+
+
+class Block:
+    """An armed block that notes which calls reached it, and lets them go no further."""
+
+    def __init__(self, mine: object = None) -> None:
+        self.mine = mine
+        self.seen: list[dict[str, Any]] = []
+        self.called = False
+        self.reports: list[Any] = []
+
+    def takes(self, keywords: dict[str, Any]) -> bool:
+        """Take the calls of its own model, or all."""
+        return self.mine is None or keywords["model"] is self.mine
+
+    def run(self, schedule: Any, keywords: dict[str, Any]) -> str:
+        """Note the call."""
+        self.seen.append(keywords)
+        return f"{schedule.__name__} ran in a block"
+
+
+@pytest.fixture(autouse=True)
+def schedules_come_back():
+    """Whatever a test does, the module ends as it began."""
+    before = [getattr(schedules, name) for name in SCHEDULE_NAMES]
+    yield
+    after = [getattr(schedules, name) for name in SCHEDULE_NAMES]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert _patch.armed() == []
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """Let `get_forward_backward_func` choose as with this many stages and virtual stages."""
+
+    def choose(pipeline: int, virtual: int | None = None) -> None:
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: pipeline)
+        monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: virtual)
+
+    return choose
+
+
+def _call(function: Any, **keywords: Any) -> Any:
+    return function(**{**dict.fromkeys(REQUIRED_KEYWORDS), **keywords})
+
+
+def _originals() -> list[Any]:
+    return [getattr(schedules, name) for name in SCHEDULE_NAMES]
+
+
+@pytest.mark.parametrize(("pipeline", "virtual", "chosen"), [(1, None, 0), (2, 2, 1), (2, None, 2)])
+def test_whatever_megatron_chooses_is_reached(stages, pipeline, virtual, chosen):
+    """All three schedules arrive at the block, fetched the way every trainer fetches them."""
+    stages(pipeline, virtual)
+    block = Block()
+    _patch.arm(block)
+    try:
+        answer = _call(get_forward_backward_func(), num_microbatches=3)
+    finally:
+        _patch.disarm(block, 1)
+
+    assert answer == f"{SCHEDULE_NAMES[chosen]} ran in a block"
+    assert block.seen[0]["num_microbatches"] == 3
+
+
+def test_the_very_same_objects_come_back():
+    """Not equal ones: a wrapt wrapper equals what it wraps."""
+    before = _originals()
+    block = Block()
+    _patch.arm(block)
+    during = _originals()
+    _patch.disarm(block, 1)
+
+    assert all(a is not b for a, b in zip(before, during, strict=True))
+    assert all(a is b for a, b in zip(before, _originals(), strict=True))
+
+
+def test_a_wrapper_looks_like_the_schedule():
+    """Name, signature and doc are the schedule's."""
+    before = _originals()
+    block = Block()
+    _patch.arm(block)
+    during = _originals()
+    _patch.disarm(block, 1)
+
+    for wrapper, original in zip(during, before, strict=True):
+        assert wrapper.__name__ == original.__name__
+        assert wrapper.__doc__ == original.__doc__
+        assert inspect.signature(wrapper) == inspect.signature(original)
+
+
+@pytest.mark.parametrize("leaving", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_blocks_leave_in_any_order(leaving):
+    """The patch stays as long as any block is armed, and goes with the last one."""
+    before, blocks = _originals(), [Block(), Block(), Block()]
+    for block in blocks:
+        _patch.arm(block)
+    patched = _originals()
+    for place in leaving:
+        assert all(a is b for a, b in zip(patched, _originals(), strict=True))
+        _patch.disarm(blocks[place], 1)
+
+    assert all(a is b for a, b in zip(before, _originals(), strict=True))
+
+
+def test_a_block_may_be_armed_twice():
+    """A decorated function that calls itself arms its block again; the inner end does not disarm the outer."""
+    block = Block()
+    _patch.arm(block)
+    _patch.arm(block)
+    _patch.disarm(block, 1)
+    _call(schedules.forward_backward_no_pipelining)
+    _patch.disarm(block, 1)
+
+    assert len(block.seen) == 1
+
+
+def test_leaving_without_being_armed_changes_nothing():
+    """A block that never entered, or left already, can leave again."""
+    block, stranger = Block(), Block()
+    _patch.disarm(stranger, 1)
+    _patch.arm(block)
+    _patch.disarm(stranger, 1)
+    assert _patch.armed() == [block]
+    _patch.disarm(block, 1)
+    _patch.disarm(block, 1)
+
+
+def test_the_innermost_block_of_the_model_gets_the_call():
+    """Of several blocks that take a call, the one that was opened last does; others are asked in turn."""
+    actor, critic = object(), object()
+    outer, inner = Block(), Block(critic)
+    _patch.arm(outer)
+    _patch.arm(inner)
+    _call(schedules.forward_backward_no_pipelining, model=critic)
+    _call(schedules.forward_backward_no_pipelining, model=actor)
+    _patch.disarm(inner, 1)
+    _patch.disarm(outer, 1)
+
+    assert [seen["model"] for seen in inner.seen] == [critic]
+    assert [seen["model"] for seen in outer.seen] == [actor]
+
+
+def test_a_call_that_no_block_takes_goes_straight_to_the_schedule(monkeypatch):
+    """Another model's call runs as if there were no block."""
+    monkeypatch.setattr(schedules, SCHEDULE_NAMES[0], _stand_in)
+    block = Block(mine=object())
+    _patch.arm(block)
+    answer = _call(schedules.forward_backward_no_pipelining, model=None)
+    _patch.disarm(block, 1)
+
+    assert answer == "the schedule itself"
+    assert block.seen == []
+
+
+def _stand_in(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size) -> str:
+    """Stand for a schedule."""
+    return "the schedule itself"
+
+
+def test_a_wrapper_that_outlives_its_block_passes_calls_through(monkeypatch):
+    """A trainer that keeps the function it fetched in a block gets the plain schedule from it, later too."""
+    monkeypatch.setattr(schedules, SCHEDULE_NAMES[0], _stand_in)
+    block, later = Block(), Block()
+    _patch.arm(block)
+    kept = schedules.forward_backward_no_pipelining
+    _patch.disarm(block, 1)
+    assert _call(kept) == "the schedule itself"
+    _patch.arm(later)
+    assert _call(kept) == "the schedule itself"
+    _patch.disarm(later, 1)
+
+    assert block.seen == later.seen == []
+
+
+def test_a_wrapper_that_outlives_its_block_keeps_nothing_alive():
+    """The block, and so whatever it refers to, can go while the trainer keeps the function."""
+    block = Block(mine=object())
+    _patch.arm(block)
+    kept = schedules.forward_backward_no_pipelining
+    _patch.disarm(block, 1)
+    gone = weakref.ref(block)
+
+    del block
+    gc.collect()
+
+    assert gone() is None
+    assert kept.__name__ == "forward_backward_no_pipelining"
+
+
+def test_another_patch_on_top_is_kept_with_a_warning():
+    """What somebody else put over the wrapper meanwhile stays, and is named in a warning at the user's line."""
+    block = Block()
+    original = schedules.forward_backward_no_pipelining
+    _patch.arm(block)
+    ours = schedules.forward_backward_no_pipelining
+
+    def theirs(**keywords: Any) -> Any:
+        return ("theirs", ours(**keywords))
+
+    schedules.forward_backward_no_pipelining = theirs
+    answer = _call(schedules.forward_backward_no_pipelining)
+    with pytest.warns(RuntimeWarning, match="forward_backward_no_pipelining in megatron.* was replaced") as caught:
+        _leave(block)
+    after, schedules.forward_backward_no_pipelining = schedules.forward_backward_no_pipelining, original
+
+    assert answer == ("theirs", f"{SCHEDULE_NAMES[0]} ran in a block")
+    assert caught[0].filename == __file__
+    assert after is theirs
+
+
+def _leave(block: Block) -> None:
+    """Stand for ``__exit__``, which lies between a block's end and the user's line."""
+    _patch.disarm(block, 2)
+
+
+def test_a_block_over_another_patch_gives_that_patch_back(monkeypatch):
+    """A patch that was there before is the original that comes back."""
+
+    def theirs(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size) -> str:
+        return "theirs"
+
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", theirs)
+    block = Block()
+    _patch.arm(block)
+    assert _patch.original_of(theirs) is theirs
+    _patch.disarm(block, 1)
+
+    assert schedules.forward_backward_no_pipelining is theirs
+
+
+def test_an_original_is_known_by_identity():
+    """In and out of a block, Megatron's functions are themselves, and wrappers of them are not."""
+    original = schedules.forward_backward_no_pipelining
+    assert _patch.original_of(original) is original
+    block = Block()
+    _patch.arm(block)
+    wrapper = schedules.forward_backward_no_pipelining
+    assert wrapper == original
+    assert _patch.original_of(original) is original
+    assert _patch.original_of(wrapper) is None
+    assert _patch.original_of(print) is None
+    _patch.disarm(block, 1)
+
+
+def test_positional_arguments_are_refused_in_a_block():
+    """The model cannot be told from the data then."""
+    block = Block()
+    _patch.arm(block)
+    with pytest.raises(WrongCall, match="called with positional arguments"):
+        schedules.forward_backward_no_pipelining(1, 2)
+    _patch.disarm(block, 1)
+
+    assert block.seen == []
+
+
+@pytest.mark.parametrize("name", ["forward_step", "backward_step", "get_tensor_shapes", SCHEDULE_NAMES[1]])
+def test_an_unknown_layout_stops_the_block_before_anything_is_patched(monkeypatch, name):
+    """A function that wants something new is named; the schedules stay as they are."""
+
+    def newer(*arguments: Any, unheard_of: int, **keywords: Any) -> None:
+        """Stand for a function of a later Megatron."""
+
+    monkeypatch.setattr(schedules, name, newer)
+    before, block = _originals(), Block()
+    with pytest.raises(UnsupportedMegatron, match=f"schedules.{name} has an unknown form"):
+        _patch.arm(block)
+
+    assert all(a is b for a, b in zip(before, _originals(), strict=True))
+    assert _patch.armed() == []
+
+
+def test_a_layout_is_read_again_once_it_changed(monkeypatch):
+    """A function that is replaced between two blocks is checked in the second one."""
+    block = Block()
+    _patch.arm(block)
+    _patch.disarm(block, 1)
+    monkeypatch.delattr(schedules, "backward_step")
+
+    with pytest.raises(UnsupportedMegatron, match="schedules.backward_step"):
+        _patch.arm(block)
+
+
+def test_threads_arm_and_leave_together():
+    """Blocks that come and go in several threads leave the schedules as they were."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads = [threading.Thread(target=_come_and_go) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+
+
+def _come_and_go() -> None:
+    for _ in range(200):
+        block = Block()
+        _patch.arm(block)
+        _patch.disarm(block, 1)
