@@ -30,7 +30,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
-doctest_global_setup = "from pp_free_warmup import *"
+doctest_global_setup = "import torch\nfrom pp_free_warmup import *\nfrom pp_free_warmup.testing import *"
 
 html_theme = "furo"
 html_title = f"pp_free_warmup {release}"

@@ -8,10 +8,8 @@ No step knows another; this module knows them all.
 from __future__ import annotations
 
 import weakref
-
 from contextlib import ExitStack
 from typing import Any
-
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _preflight

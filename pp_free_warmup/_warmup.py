@@ -86,7 +86,9 @@ class PipelineWarmup:
     def __init__(self, model: Any, options: Options, optimizer: Any = None) -> None:
         self._models = None if model is None else tuple(weakref.ref(face) for face in faces_of(model))
         self._options = options
-        self._optimizer = (lambda: optimizer) if isinstance(optimizer, (list, tuple, type(None))) else weakref.ref(optimizer)
+        self._optimizer = (
+            (lambda: optimizer) if isinstance(optimizer, (list, tuple, type(None))) else weakref.ref(optimizer)
+        )
         self._off: set[str] = set()
         self._skips: set[str] = set()
         self.reports: list[WarmupReport] = []

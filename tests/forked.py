@@ -94,6 +94,7 @@ _servers: list[subprocess.Popen[bytes]] = []
 
 def _start() -> subprocess.Popen[bytes]:
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    environment["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up the name of whom it connects to
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     command = [sys.executable, "-W", "ignore", "-c", f"import {__name__}; {__name__}._serve()"]
     return subprocess.Popen(

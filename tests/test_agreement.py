@@ -250,7 +250,7 @@ def test_keys_do_not_pile_up() -> None:
     groups = grid(2)
 
     def keys() -> int:
-        return sum("pp_free_warmup" in key for key in store().list_keys())
+        return sum("pp_free_warmup" in key for key in world_store().list_keys())
 
     counts = []
     for number in range(12):
@@ -263,7 +263,7 @@ def test_keys_do_not_pile_up() -> None:
     assert counts[-1] == counts[3]
 
 
-def store() -> dist.Store:
+def world_store() -> dist.Store:
     """Return the world's store."""
     return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
 
@@ -332,7 +332,7 @@ def test_stages_ordered_differently_are_refused() -> None:
 @ranks(2)
 def test_a_rebuilt_world_on_the_same_store_starts_afresh() -> None:
     """Groups that get the names of destroyed ones, on the store they used, never read their words."""
-    rank, shared = dist.get_rank(), store()
+    rank, shared = dist.get_rank(), world_store()
     for word in (GO, OFF, WARM):
         groups = grid(2)
         ballot = Ballot(*groups, timeout=LONG)

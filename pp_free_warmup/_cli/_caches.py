@@ -73,10 +73,8 @@ def file_system(directory: str, mounts: str | None = None, patience: float = PAT
 
 def _existing(directory: str) -> str:
     """Return the real path of *directory*, or of the first of its parents that exists."""
-    path = os.path.realpath(os.path.expanduser(directory))
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return path
+    path = Path(directory).expanduser().resolve()
+    return str(next(place for place in (path, *path.parents) if place.exists()))
 
 
 def _kind(path: str, mounts: str) -> str:

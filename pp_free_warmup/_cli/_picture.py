@@ -62,14 +62,22 @@ def _panel(axes: Any, run: Run, longest: float, name: str, told: str) -> None:
             drawn = axes.barh(rank.rank, bar.seconds, left=bar.began - run.zero, height=0.74, **_style(bar))
             drawn[0].set_gid(f"{name}, stage {rank.rank}, {bar.kind}")
             if bar.chunk is not None and bar.seconds > ROOM_FOR_TEXT * longest:
-                ink = "white" if bar.kind == FORWARD else "black"
-                axes.text(middle, rank.rank, f"{bar.seconds:.1f} s", ha="center", va="center", color=ink, fontsize=7)
+                _write(axes, rank.rank, middle, bar, several=any(span.chunk for span in rank.spans))
     axes.set_title(f"{name} the warmup: {told}", loc="left", fontsize=9, fontweight="bold")
     axes.set_yticks(range(len(run.ranks)), [f"stage {rank.rank}" for rank in run.ranks])
     axes.set_xlim(0, 1.01 * longest)
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+
+
+def _write(axes: Any, row: int, middle: float, bar: Segment, *, several: bool) -> None:
+    """Write into a bar how long it took, and of which chunk where there are several."""
+    text = f"{bar.seconds:.1f} s"
+    ink = "white" if bar.kind == FORWARD else "black"
+    axes.text(
+        middle, row, f"chunk {bar.chunk}\n{text}" if several else text, ha="center", va="center", color=ink, fontsize=7
+    )
 
 
 def _style(bar: Segment) -> dict[str, Any]:

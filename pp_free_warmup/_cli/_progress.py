@@ -82,4 +82,6 @@ def _notes(folder: Path, ranks: int) -> str:
         doing.setdefault((note.read_text() if note.exists() else "") or STARTING, []).append(rank)
     if len(doing) == 1:
         return f"all stages: {next(iter(doing))}"
-    return "; ".join(f"stage {', '.join(map(str, stages))}: {what}" for what, stages in doing.items())
+    return "; ".join(
+        f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}: {what}" for what, stages in doing.items()
+    )

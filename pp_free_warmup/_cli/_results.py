@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from pp_free_warmup._cli._plan import Plan
-from pp_free_warmup._cli._records import RankRecord
+from pp_free_warmup._cli._records import RankRecord, StepTimes
 
 COLD_FACTOR, STEADY_FACTOR = 1.1, 1.2
 DIFFERENCES_KEPT = 100
@@ -34,7 +34,8 @@ class Run:
     @property
     def steady_step_s(self) -> float:
         """The median of the slowest rank's seconds per step, from the third step on."""
-        return median(max(step.seconds for step in steps) for steps in zip(*(rank.steps[2:] for rank in self.ranks)))
+        steps: Iterable[tuple[StepTimes, ...]] = zip(*(rank.steps[2:] for rank in self.ranks), strict=True)
+        return median(max(step.seconds for step in ranks) for ranks in steps)
 
     @property
     def slowest_stage_cold_s(self) -> float:
@@ -44,7 +45,9 @@ class Run:
     def warmup_s(self, phase: str | None = None) -> float:
         """Return the slowest rank's seconds in the whole warmup, or in one phase of it."""
         reports = [rank.warmup for rank in self.ranks if rank.warmup is not None]
-        return max(report["total_s"] if phase is None else report["seconds"].get(phase, 0.0) for report in reports)
+        return max(
+            float(report["total_s"] if phase is None else report["seconds"].get(phase, 0.0)) for report in reports
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pp_free_warmup._cli._worker import train
 
 
 class RunFailed(Exception):
-    """A rank raised, died or hung; the text has its traceback or its stacks."""
+    """A rank raised, died or hung, or did not warm up; the text says which, and has its traceback or stacks."""
 
 
 def run_fresh(plan: Plan, *, warmed: bool, timeout: float, progress: Progress) -> Run:
@@ -25,7 +25,7 @@ def run_fresh(plan: Plan, *, warmed: bool, timeout: float, progress: Progress) -
         progress: Shows what the ranks do.
 
     Raises:
-        RunFailed: A rank raised, died or hung.
+        RunFailed: A rank raised, died or hung, or did not warm up although it should have.
     """
     title = f"{'with' if warmed else 'without'} the warmup"
     with tempfile.TemporaryDirectory(prefix="pp-free-warmup-") as folder:
@@ -49,6 +49,9 @@ def run_fresh(plan: Plan, *, warmed: bool, timeout: float, progress: Progress) -
                 )
             except RanksFailed as failure:
                 raise RunFailed(f"a rank failed in the run {title}.\n{failure}") from None
+    for rank in ranks:
+        if warmed and rank.warmup["outcome"] != "warmed":
+            raise RunFailed(f"rank {rank.rank} did not warm up: {rank.warmup['outcome']}, {rank.warmup['reason']}.")
     return Run(tuple(ranks))
 
 

@@ -46,11 +46,9 @@ def _s(seconds: float) -> str:
 
 def _law(result: Result) -> str:
     """Say whether the first step took no more than its slowest stage."""
-    holds = result.warm_s <= result.bound_s
-    own = (
-        f"{COLD_FACTOR} x {result.slowest_s:.2f} s + {STEADY_FACTOR} x {result.steady_s:.3f} s = {result.bound_s:.2f} s"
-    )
-    text = f"slowest stage alone: {result.warm_s:.2f} s {'<=' if holds else '>'} {own}"
+    sign = "<=" if result.warm_s <= result.bound_s else ">"
+    parts = f"{COLD_FACTOR} x {result.slowest_s:.2f} s + {STEADY_FACTOR} x {result.steady_s:.3f} s"
+    text = f"law: first step with {result.warm_s:.2f} s {sign} {result.bound_s:.2f} s = {parts} (slowest stage, steady)"
     return text if result.law_applies else f"{text} ({result.plan.pp} stages compile on {cores()} cores)"
 
 

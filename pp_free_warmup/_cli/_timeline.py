@@ -13,7 +13,7 @@ from pp_free_warmup import in_warmup
 from pp_free_warmup._cli._records import Span, clock
 from pp_free_warmup._undo import swapped
 
-Told = Callable[[str], None]
+Told = Callable[[str], object]
 
 
 class Timeline:

@@ -36,10 +36,14 @@ def train(plan: Plan, *, warmed: bool, notes: str) -> RankRecord:
     note = Path(notes, f"rank {dist.get_rank()}")
     note.write_text("builds the model")
     training = build(plan.layout())
+    note.write_text("waits")
     timeline = Timeline(training.chunks, note.write_text)
     activations = Activations()
-    block: Any = pipeline_warmup(training.chunks, training.optimizer, on_unsupported="raise") if warmed else nullcontext()
-    steps, made = [], []
+    block: Any = (
+        pipeline_warmup(training.chunks, training.optimizer, on_unsupported="raise") if warmed else nullcontext()
+    )
+    steps: list[StepTimes] = []
+    made: list[dict[str, str]] = []
     with _first_uses(plan, training), timeline.watching(), activations.watched(training.chunks):
         dist.barrier()
         with block as warmup:

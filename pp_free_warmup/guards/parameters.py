@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import mapping_kept
+
+# What torch.compile notes of the code it compiled in the pass, which stays: without the note it would be stale.
+COMPILER = "_dynamo_"
 
 
 @contextmanager
@@ -14,10 +18,22 @@ def parameters(call: ScheduleCall) -> Iterator[None]:
     """Keep every attribute of every parameter; its values are only read by a forward and backward.
 
     Changed by: a fused weight gradient, which sets ``grad_added_to_main_grad``; caches of transposed weights.
-    Put back by: the very objects that were there; attributes that appeared are deleted.
+    Put back by: the very objects that were there; attributes that appeared are deleted, the compiler's excepted.
     Missed by: the first step's gradients: an unfused one is skipped where the flag still says "added".
     """
     with ExitStack() as kept:
         for parameter in call.parameters():
-            kept.enter_context(mapping_kept(vars(parameter)))
+            kept.enter_context(_attributes_kept(parameter))
         yield
+
+
+@contextmanager
+def _attributes_kept(parameter: torch.nn.Parameter) -> Iterator[None]:
+    attributes = vars(parameter)
+    before = dict(attributes)
+    try:
+        yield
+    finally:
+        noted = {name: value for name, value in attributes.items() if name.startswith(COMPILER)}
+        attributes.clear()
+        attributes.update(before | noted)

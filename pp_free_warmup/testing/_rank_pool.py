@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -40,13 +38,7 @@ class RankPool:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self.environment = {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **(environment or {}),
-        }
-        self.environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self.environment = dict(environment or {})
         self.workers: list[Worker] = []
         atexit.register(self.stop)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def main(descriptor: int) -> None:
         connection.send_bytes(_answer(Outcome("returned", "ready")))
         while True:
             job: Job = pickle.loads(jobs.get())
-            connection.send_bytes(_answer(run(job)))
+            run(job, connection)
             del job
 
 
@@ -65,21 +66,26 @@ def _answer(outcome: Outcome) -> bytes:
         return pickle.dumps(Outcome("raised", text="The value returned on this rank cannot be pickled.\n" + _trace()))
 
 
-def run(job: Job) -> Outcome:
+def run(job: Job, connection: Connection) -> None:
     """Run *job* inside a process group of its own and tell how it ended."""
     sys.path[:] = job.path
-    try:
-        with warnings.catch_warnings(), ExitStack() as prepared:
-            warnings.simplefilter("default")
-            warnings.filterwarnings("error", module=r"pp_free_warmup(\.|$)")
+    with ExitStack() as prepared:
+        try:
             prepared.enter_context(_device(job))
             prepared.enter_context(_process_group(job))
-            body = job.where.find()
-            return Outcome("returned", body(*job.arguments, **job.keywords))
-    except BaseException as error:  # noqa: BLE001 - told to the test, which raises it
-        if type(error).__name__ == "Skipped":
-            return Outcome("skipped", text=str(error))
-        return Outcome("raised", text=_trace(job.where.file))
+            outcome = Outcome("returned", _with_our_warnings(job))
+        except BaseException as error:
+            skipped = type(error).__name__ == "Skipped"
+            outcome = Outcome("skipped", text=str(error)) if skipped else Outcome("raised", text=_trace(job.where.file))
+        connection.send_bytes(_answer(outcome))
+
+
+def _with_our_warnings(job: Job) -> Any:
+    """Call the job's function; a warning that points at this package is an error, as in the test process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.filterwarnings("error", module=r"pp_free_warmup(\.|$)")
+        return job.where.find()(*job.arguments, **job.keywords)
 
 
 @contextmanager
@@ -106,6 +112,9 @@ def _process_group(job: Job) -> Iterator[None]:
     try:
         yield
     finally:
+        # A rank that closed its sockets now would fail another that is still using them.
+        store.set(f"done{job.rank}", "")
+        store.wait([f"done{rank}" for rank in range(job.world_size)], patience)
         _forget_megatron()
         if dist.is_initialized():
             dist.destroy_process_group()

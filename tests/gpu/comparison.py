@@ -81,5 +81,7 @@ def _shown(places: list[Place]) -> list[str]:
 
 def _problems(ranks: Ranks) -> list[str]:
     """Return what could not be walked, each text once."""
-    texts = (fields["state walk failed"] for rank in ranks for fields in rank["fields"] if "state walk failed" in fields)
+    texts = (
+        fields["state walk failed"] for rank in ranks for fields in rank["fields"] if "state walk failed" in fields
+    )
     return list(dict.fromkeys(texts))

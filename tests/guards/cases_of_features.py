@@ -12,25 +12,24 @@ import sys
 import warnings
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import torch
 import transformer_engine_like as te_like
 from case import Case, Same, call_of
 from megatron.core import utils
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
-from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, _HybridEPManager
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
 from pp_free_warmup import guards
 from pp_free_warmup._undo import swapped
 from pp_free_warmup.testing import cuda_on_cpu
 
 MOE = "megatron.core.transformer.moe"
+OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 def real(name):
@@ -69,64 +68,59 @@ def plain(*attributes):
 
 # --- loss_trackers, loss_scales ---
 
+DSA = real("megatron.core.transformer.experimental_attention_variant.dsa")  # 0.16 on
+LOGGING = real(f"{MOE}.moe_logging")  # 0.18 on
+MTP = multi_token_prediction.MTPLossLoggingHelper
 TRACKERS = [
-    (sys.modules[f"{MOE}.moe_logging"], "_MOE_METRICS_TRACKER", None)
-    if f"{MOE}.moe_logging" in sys.modules
-    else (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}),
-    (multi_token_prediction.MTPLossLoggingHelper, "tracker", {}),
-    (dsa.DSAIndexerLossLoggingHelper, "tracker", {}),
+    (LOGGING, "_MOE_METRICS_TRACKER") if LOGGING else (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"),
+    (MTP, "tracker"),
+    *([(DSA.DSAIndexerLossLoggingHelper, "tracker")] if DSA else []),
 ]
-SCALERS = (moe_utils.MoEAuxLossAutoScaler, multi_token_prediction.MTPLossAutoScaler, dsa.DSAIndexerLossAutoScaler)
-
-
-def _logged_call(stack):
-    stack.enter_context(cuda_on_cpu())
-    for owner, name, _ in TRACKERS:
-        stack.enter_context(swapped(owner, name, {} if name == "tracker" else _empty_moe_tracker()))
-    call = call_of(plain())
-    _log(call)
-    return call
+SCALERS = [
+    moe_utils.MoEAuxLossAutoScaler,
+    multi_token_prediction.MTPLossAutoScaler,
+    *([DSA.DSAIndexerLossAutoScaler] if DSA else []),
+]
 
 
 def _unlogged_call(stack):
     stack.enter_context(cuda_on_cpu())
-    for owner, name, empty in TRACKERS:
-        stack.enter_context(swapped(owner, name, empty if empty is None else {}))
+    for owner, name in TRACKERS:
+        stack.enter_context(swapped(owner, name, None if owner is LOGGING else {}))
     return call_of(plain())
 
 
-def _empty_moe_tracker():
-    logging = sys.modules.get(f"{MOE}.moe_logging")
-    return {} if logging is None else logging.MoEMetricsTracker()
+def _logged_call(stack):
+    call = _unlogged_call(stack)
+    _log(call)
+    return call
 
 
 def _losses(call):
-    found = [getattr(owner, name) for owner, name, _ in TRACKERS]
-    contents = [_entries(tracker) for tracker in found]
-    return {"objects": [Same(tracker) for tracker in found], "contents": contents}
+    found = [getattr(owner, name) for owner, name in TRACKERS]
+    return {"objects": [Same(tracker) for tracker in found], "contents": [_entries(tracker) for tracker in found]}
 
 
 def _entries(tracker):
-    entries = tracker if isinstance(tracker, dict) else {} if tracker is None else tracker.metrics
-    return {
-        name: dict(vars(entry)) if hasattr(entry, "values") and not isinstance(entry, dict) else entry
-        for name, entry in entries.items()
-    }
+    """Show what a tracker holds: a dict, or (0.18 on) an object with one entry per metric."""
+    if tracker is None or isinstance(tracker, dict):
+        return tracker
+    return {name: dict(vars(entry)) for name, entry in tracker.metrics.items()}
 
 
 def _log(call):
     """Let one layer of each kind report a loss, as its forward does."""
     loss = torch.tensor(0.5)
-    if "moe_logging" in TRACKERS[0][0].__name__:
-        TRACKERS[0][0].get_moe_metrics_tracker().record("load_balancing_loss", loss, 1, 2)
+    if LOGGING:
+        LOGGING.get_moe_metrics_tracker().record("load_balancing_loss", loss, 1, 2)
     else:
         moe_utils.save_to_aux_losses_tracker("load_balancing_loss", loss, 1, 2)
-    mtp = multi_token_prediction.MTPLossLoggingHelper
-    if hasattr(mtp, "save_metrics_to_tracker"):
-        mtp.save_metrics_to_tracker(loss, loss, loss, 0, 1)
+    if hasattr(MTP, "save_metrics_to_tracker"):  # 0.18 on
+        MTP.save_metrics_to_tracker(loss, loss, loss, 0, 1)
     else:
-        mtp.save_loss_to_tracker(loss, 0, 1)
-    dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, 1, 2)
+        MTP.save_loss_to_tracker(loss, 0, 1)
+    if DSA:
+        DSA.DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, 1, 2)
 
 
 def _unscaled_call(stack):
@@ -156,40 +150,56 @@ def _scale(call):
 # --- routers ---
 
 
+class Replay:
+    """What a router of 0.16 on keeps, for releases before."""
+
+    global_router_replay_instances: ClassVar[list] = []
+
+    def __init__(self):
+        self.recorded_topk_idx = None
+        self.replay_backward_list = []
+        self.global_router_replay_instances.append(self)
+
+    def record_indices(self, indices):
+        self.recorded_topk_idx = indices
+
+
 def _replayed_call(stack):
     """Make a call with one router that Megatron's list knows, and one that a trainer cleared from it."""
-    stack.enter_context(swapped(RouterReplay, "global_router_replay_instances", []))
-    cleared = RouterReplay()
-    RouterReplay.global_router_replay_instances.clear()
+    kind = stack.enter_context(present(f"{MOE}.router_replay", RouterReplay=Replay)).RouterReplay
+    stack.enter_context(swapped(kind, "global_router_replay_instances", []))
+    cleared = kind()
+    kind.global_router_replay_instances.clear()
     router = plain()
     router.router_replay = cleared
-    for replay in (RouterReplay(), cleared):
-        for step in range(9):
-            replay.set_target_indices(torch.full((2, 1), step))
+    for replay in (kind(), cleared):
+        replay.replay_backward_list += [torch.full((2, 1), step) for step in range(9)]
         replay.static_buffer = torch.zeros(4, 1, dtype=torch.int64)
     return call_of(router)
 
 
+def _replaying(call):
+    kind = sys.modules[f"{MOE}.router_replay"].RouterReplay
+    return [*kind.global_router_replay_instances, call.chunks[0].router_replay]
+
+
 def _replays(call):
-    replays = [*RouterReplay.global_router_replay_instances, call.chunks[0].router_replay]
     return [
         {
             "fields": {name: Same(value) for name, value in vars(replay).items()},
             "left": [Same(indices) for indices in replay.replay_backward_list],
             "recorded": replay.static_buffer,
         }
-        for replay in replays
+        for replay in _replaying(call)
     ]
 
 
 def _replay(call):
-    """Record once (into the static buffer where the release does), and replay a recomputed forward."""
-    for replay in (*RouterReplay.global_router_replay_instances, call.chunks[0].router_replay):
-        replay.set_router_replay_action(RouterReplayAction.RECORD)
-        replay.get_replay_topk(torch.rand(2, 4), 1, default_compute_topk=lambda s, k, *_, **__: torch.topk(s, k))
+    """Record a forward (in the static buffer from 0.17 on), and replay a recomputed one."""
+    for replay in _replaying(call):
+        replay.record_indices(torch.ones(2, 1, dtype=torch.int64))
         replay.static_buffer += 1
-        replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-        replay.get_replay_topk(torch.rand(2, 4), 1)
+        replay.replay_backward_list.pop(0)
 
 
 def _unseeded_call(stack):
@@ -236,8 +246,7 @@ def _budgeted_call(stack):
     layers = torch.nn.Sequential(*(plain() for _ in range(4)))
     for layer in layers:
         layer.token_dispatcher = object.__new__(MoEFlexTokenDispatcher)
-        layer.token_dispatcher._comm_manager = object.__new__(_HybridEPManager)
-        layer.token_dispatcher._comm_manager.over_budget = torch.zeros(1, dtype=torch.bool)
+        layer.token_dispatcher._comm_manager = SimpleNamespace(over_budget=torch.zeros(1, dtype=torch.bool))
     return call_of(layers)
 
 
@@ -392,9 +401,27 @@ def _defer(call):
 # --- plans: offloading, stashing, CUDA graphs ---
 
 
+class OffloadManager:
+    """What `PipelineOffloadManager` of 0.16 on keeps, for releases before."""
+
+    OFFLOAD_MGR = None
+
+    @classmethod
+    def reset_instance(cls):
+        cls.OFFLOAD_MGR = cls()
+
+    def init_model_chunk_offload_handler(self):
+        """Be there."""
+
+
+def _offload_manager():
+    return sys.modules[OFFLOAD].PipelineOffloadManager
+
+
 def _offloading_call(stack):
     stack.enter_context(cuda_on_cpu())
-    stack.enter_context(swapped(PipelineOffloadManager, "OFFLOAD_MGR", PipelineOffloadManager()))
+    stack.enter_context(present(OFFLOAD, PipelineOffloadManager=OffloadManager))
+    stack.enter_context(swapped(_offload_manager(), "OFFLOAD_MGR", _offload_manager()()))
     model = plain()
     model.disable_param_offloading = True
     return call_of(model)
@@ -402,14 +429,14 @@ def _offloading_call(stack):
 
 def _offloading(call):
     return {
-        "manager": Same(PipelineOffloadManager.OFFLOAD_MGR),
-        "handler": Same(vars(PipelineOffloadManager)["init_model_chunk_offload_handler"]),
+        "manager": Same(_offload_manager().OFFLOAD_MGR),
+        "handler": Same(vars(_offload_manager())["init_model_chunk_offload_handler"]),
         "marked": [call.chunks[0].disable_param_offloading, vars(call.chunks[0].weight)],
     }
 
 
 def _plan_offloading(call):
-    PipelineOffloadManager.reset_instance()
+    _offload_manager().reset_instance()
     call.chunks[0].disable_param_offloading = False
     for parameter in call.chunks[0].parameters():
         parameter._do_not_offload = True
@@ -458,7 +485,7 @@ def _graph(call):
 
 def _recomputing_call(stack):
     stack.enter_context(te_like.loaded((2, 20)))
-    stack.enter_context(swapped(megatron_random, "IS_CHECKPOINTING", False))
+    stack.enter_context(swapped(megatron_random, "IS_CHECKPOINTING", False))  # 0.16 on
     return call_of(plain())
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pp_free_warmup import guards
 from pp_free_warmup._undo import entries_kept, swapped
-from pp_free_warmup.testing._cuda_on_cpu import cuda_on_cpu
+from pp_free_warmup.testing import cuda_on_cpu
 
 # --- rng ---
 

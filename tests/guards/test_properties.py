@@ -58,7 +58,7 @@ def _for_its_own_call(case, call):
 @given(cases=some_cases, steps=st.data())
 def test_any_guards_in_any_order_put_everything_back(cases, steps):
     """Some guards, entered in some order; disturbances of their states, in some order; an error or none."""
-    disturbed = steps.draw(st.lists(st.sampled_from(cases), min_size=1, max_size=8))
+    disturbed = steps.draw(st.lists(st.sampled_from(cases), min_size=1, max_size=4))
     raised_at = steps.draw(st.none() | st.integers(0, len(disturbed) - 1))
     with one_world() as stack:
         calls = {str(case): case.build(stack) for case in cases}
