@@ -22,6 +22,12 @@ from pp_free_warmup._report import WarmupReport, logger
 from pp_free_warmup.errors import UnsupportedSetup
 
 DEFAULT_PATIENCE_S = 1800.0
+NOT_CALLED = (
+    "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
+    "A schedule function fetched before the block is not reached: wrap that function itself, "
+    "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched. "
+    "A block with model= takes that model's calls only."
+)
 
 
 def pipeline_warmup(
@@ -93,12 +99,15 @@ class PipelineWarmup:
         self._skips: set[str] = set()
         self.reports: list[WarmupReport] = []
         self.called = False
+        self._told = False
         self.depth = 2  # frames from __exit__ to the user's line, for warnings
 
     @property
     def report(self) -> WarmupReport:
         """The latest report; ``outcome`` is ``"not called"`` while no schedule was called."""
-        return self.reports[-1] if self.reports else WarmupReport("not called")
+        if self.reports:
+            return self.reports[-1]
+        return WarmupReport("skipped", reason="nothing was left to do") if self.called else WarmupReport("not called")
 
     def __enter__(self) -> PipelineWarmup:
         _patch.arm(self)
@@ -106,15 +115,9 @@ class PipelineWarmup:
 
     def __exit__(self, *error: object) -> None:
         _patch.disarm(self, self.depth)
-        if not self.called and error[0] is None and not self._options.is_off_for_good:
-            self.called = True  # said once
-            warnings.warn(
-                "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
-                "A schedule function fetched before the block is not reached: wrap that function itself, "
-                "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched.",
-                RuntimeWarning,
-                stacklevel=self.depth,
-            )
+        if not self.called and not self._told and error[0] is None and not self._options.is_off_for_good:
+            self._told = True
+            warnings.warn(NOT_CALLED, RuntimeWarning, stacklevel=self.depth)
 
     def takes(self, keywords: Mapping[str, Any]) -> bool:
         """Tell whether this call's model is the one this block was given."""

@@ -522,20 +522,20 @@ def test_a_wrapper_of_a_wrapper_as_an_argument():
 @ranks(2)
 def test_a_schedule_of_the_users_own():
     """A function with the six required arguments is warmed as a schedule, and then called."""
-    training, inner = pipeline(), fetched()
+    training = pipeline()
+    schedule = warm_first_call(_own_schedule)
 
-    @warm_first_call
-    def mine(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, **more) -> Any:
-        """Call Megatron's schedule and add something."""
-        return inner(**dict(locals()["more"]), **{name: value for name, value in _named(locals()).items()}), "mine"
-
-    assert call(training, mine)[1] == "mine"
-    assert call(training, mine)[1] == "mine"
+    assert call(training, schedule)[1] == "mine"
+    assert call(training, schedule)[1] == "mine"
     assert training.forward_step.counts == COLD_THEN_WARM
 
 
-def _named(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in {"more", "inner"}}
+def _own_schedule(
+    forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, forward_only=False, **more
+) -> Any:
+    """Call Megatron's schedule and add something."""
+    arguments = {name: value for name, value in locals().items() if name != "more"}
+    return schedules.forward_backward_pipelining_without_interleaving(**arguments, **more), "mine"
 
 
 @ranks(2)
@@ -726,7 +726,7 @@ def test_enabled_is_asked_until_the_kind_is_warm():
 
 
 @ranks(2)
-def test_disabled_for_good(monkeypatch):
+def test_disabled_for_good():
     """``enabled=False`` runs every call untouched."""
     training = pipeline()
     step = warm_first_call(call, enabled=False)

@@ -70,7 +70,7 @@ def _be_a_rank(descriptor: int, folder: str, environment: dict[str, str]) -> Non
         os.environ.update(environment)
         _rank_worker.main(descriptor)
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - a fork must not run on as a second template
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -1,6 +1,6 @@
 """The process of one rank: waits for jobs on its connection and dies with it.
 
-Started by `_rank_pool` as ``python -m pp_free_warmup.testing._rank_worker FD``.
+Forked by `_rank_template`; with GPUs, started as ``python -m pp_free_warmup.testing._rank_worker FD``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(job: Job, connection: Connection) -> None:
             prepared.enter_context(_device(job))
             prepared.enter_context(_process_group(job))
             outcome = Outcome("returned", _with_our_warnings(job))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the test process raises it again
             skipped = type(error).__name__ == "Skipped"
             outcome = Outcome("skipped", text=str(error)) if skipped else Outcome("raised", text=_trace(job.where.file))
         connection.send_bytes(_answer(outcome))

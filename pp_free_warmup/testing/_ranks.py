@@ -41,23 +41,25 @@ def ranks(
         ...     assert total == 2
     """
 
-    def decorate(body: F) -> F:
-        @functools.wraps(body)
-        def test(*arguments: Any, **keywords: Any) -> None:
-            __tracebackhide__ = True
-            import pytest
+    how = {"fresh": fresh, "timeout": timeout, "device": device, "jit": jit}
+    return functools.partial(_on_ranks, n, how)
 
-            try:
-                run_on_ranks(body, n, *arguments, fresh=fresh, timeout=timeout, device=device, jit=jit, **keywords)
-            except RanksFailed as failure:
-                reason = str(failure)
-            except RanksSkipped as skipped:
-                pytest.skip(str(skipped))
-            else:
-                return
-            pytest.fail(reason, pytrace=False)
 
-        setattr(test, BODY, body)
-        return cast(F, test)
+def _on_ranks(n: int, how: dict[str, Any], body: F) -> F:
+    @functools.wraps(body)
+    def test(*arguments: Any, **keywords: Any) -> None:
+        __tracebackhide__ = True
+        import pytest
 
-    return decorate
+        try:
+            run_on_ranks(body, n, *arguments, **how, **keywords)
+        except RanksFailed as failure:
+            reason = str(failure)
+        except RanksSkipped as skipped:
+            pytest.skip(str(skipped))
+        else:
+            return
+        pytest.fail(reason, pytrace=False)
+
+    setattr(test, BODY, body)
+    return cast(F, test)

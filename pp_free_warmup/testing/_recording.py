@@ -12,9 +12,9 @@ import torch
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._ledger import in_warmup
-from pp_free_warmup.testing._digest import tensor_digest
-from pp_free_warmup.testing._state_walk import Fields, StateWalk
-from pp_free_warmup.testing._trace import observed, random_states
+from pp_free_warmup._digest import tensor_digest
+from pp_free_warmup._state_walk import Fields, StateWalk
+from pp_free_warmup._trace import observed, random_states
 
 IDENTITY = re.compile(r" ?\w+ object 0x[0-9a-f]+")
 HOOK = re.compile(r"(_hooks\w*)\[\d+\]")

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup.testing import _recording as recording
-from pp_free_warmup.testing._state_walk import Fields
-from pp_free_warmup.testing._trace import BENIGN, changes
+from pp_free_warmup._state_walk import Fields
+from pp_free_warmup._trace import BENIGN, changes
 from pp_free_warmup.testing.models import Layout, Schedule, Training, build
 
 __all__ = [

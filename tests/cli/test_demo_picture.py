@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from records import CHANNELS_S, STEADY_S, pair
+from made_up_records import CHANNELS_S, STEADY_S, pair
 
 from pp_free_warmup._cli import main
 from pp_free_warmup._cli._picture import draw

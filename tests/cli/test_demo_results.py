@@ -6,7 +6,7 @@ import io
 import json
 
 import pytest
-from records import CHANNELS_S, STEADY_S, pair
+from made_up_records import CHANNELS_S, STEADY_S, pair
 from rich.console import Console
 
 from pp_free_warmup._cli._plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pp_free_warmup.testing._trace import BENIGN
+from pp_free_warmup._trace import BENIGN
 from tests.gpu.configurations import Configuration
 
 SHOWN = 12

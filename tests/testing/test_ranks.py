@@ -137,7 +137,7 @@ def test_a_value_that_cannot_be_pickled_is_a_failure() -> None:
 
 def test_a_nested_function_is_refused() -> None:
     """A body that no other process can import is refused with its name."""
-    with pytest.raises(TypeError, match="test_a_nested_function_is_refused.*cannot run on ranks"):
+    with pytest.raises(TypeError, match=r"test_a_nested_function_is_refused.*cannot run on ranks"):
         run_on_ranks(lambda: None, 1)
 
 

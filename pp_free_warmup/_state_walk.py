@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pp_free_warmup.testing._digest import bytes_digest, tensor_digest
+from pp_free_warmup._digest import bytes_digest, tensor_digest
 
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, range, slice)
 SEQUENCES = (list, tuple, deque)
