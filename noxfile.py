@@ -6,6 +6,7 @@ that needs that release: it holds torch, which nobody wants twice.
 
 from __future__ import annotations
 
+import configparser
 import functools
 import importlib.util
 import os
@@ -61,6 +62,13 @@ def _interpreter(version: str) -> str | None:
     return None
 
 
+def _requirements() -> str:
+    """Return what setup.cfg says an installation is made of."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    return str([dict(settings[part]) for part in settings.sections() if part.startswith("options")])
+
+
 def _environment(session: nox.Session, release: tuple) -> str:
     """Build the environment of one release, once, and return its Python; skip the session where that Python lacks."""
     interpreter = next(filter(None, map(_interpreter, release.pythons)), None)
@@ -71,9 +79,9 @@ def _environment(session: nox.Session, release: tuple) -> str:
         )
     home = ROOT / ".nox" / f"megatron-{release.megatron}"
     python = str(home / "bin" / "python")
-    built, wanted = home / "built-from.txt", f"{release} {IN_ENVIRONMENT}\n{(ROOT / 'setup.cfg').read_text()}"
+    built, wanted = home / "built-from.txt", f"{release} {IN_ENVIRONMENT} {_requirements()}"
     if not built.exists() or built.read_text() != wanted:
-        session.run(interpreter, "-m", "venv", "--clear", str(home), external=True)
+        session.run(interpreter, "-m", "venv", str(home), external=True)
         install = functools.partial(session.run, python, "-m", "pip", "install", "--quiet", external=True)
         # torch first and by itself, so that pip takes the build that its settings name and not the newest one.
         install(f"torch=={release.torch}")

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomllib
+
 ROOT = Path(__file__).parent.parent
 LABELS = ("Changed by", "Put back by", "Missed by")
 
@@ -17,7 +19,7 @@ LABELS = ("Changed by", "Put back by", "Missed by")
 def write_all(folder: Path) -> None:
     """Write every generated part into *folder*, as Markdown."""
     folder.mkdir(exist_ok=True)
-    parts = {"support-matrix": support_matrix, "guards": guards, "cli": commands}
+    parts = {"support-matrix": support_matrix, "guards": guards, "states": states, "cli": commands}
     for name, part in parts.items():
         (folder / f"{name}.md").write_text(part() + "\n")
 
@@ -73,6 +75,16 @@ def guards() -> str:
     from pp_free_warmup.guards import GUARDS
 
     return table(["guard", "keeps", "changed by", "put back by", "missed by"], map(guard_row, GUARDS))
+
+
+def states() -> str:
+    """List every kind of state that a step can touch, with its verdict."""
+    listed = tomllib.loads((ROOT / "docs" / "reference" / "state-verdicts.toml").read_text())["state"]
+    rows = [
+        [state["name"], state["verdict"], state.get("because") or ", ".join(f"`{name}`" for name in state["by"])]
+        for state in listed
+    ]
+    return table(["state", "verdict", "by, or because"], rows)
 
 
 def commands() -> str:

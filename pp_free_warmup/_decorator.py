@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 import wrapt
@@ -14,6 +14,23 @@ from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch
 from pp_free_warmup._warmup import PipelineWarmup, pipeline_warmup
 from pp_free_warmup.errors import UnsupportedSetup
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Warmed(Protocol[P, R_co]):
+    """What a type checker sees: the function as it was, and the handle of its warmup."""
+
+    @property
+    def warmup(self) -> PipelineWarmup:
+        """The handle of the decorated function; its ``report`` tells what happened."""
+
+    def __call__(self, *args: P.args, **keywords: P.kwargs) -> R_co:
+        """Call the function."""
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        """Bind the function, where it is a method."""
 
 
 class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
@@ -47,7 +64,15 @@ class _Warmed(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return str(self.__qualname__)  # by name, as a plain function: for processes that are spawned
 
 
-def warm_first_call(fn: Callable[..., Any] | None = None, /, **keywords: Any) -> Any:
+@overload
+def warm_first_call(fn: Callable[P, R_co], /, **keywords: Any) -> Warmed[P, R_co]: ...
+
+
+@overload
+def warm_first_call(fn: None = None, /, **keywords: Any) -> Callable[[Callable[P, R_co]], Warmed[P, R_co]]: ...
+
+
+def warm_first_call(fn: Any = None, /, **keywords: Any) -> Any:
     """Warm the pipeline the first time *fn* is called: a schedule, or a function that calls one inside.
 
     A schedule fetched before any `pipeline_warmup` block is reached only this way. A function of
@@ -147,7 +172,7 @@ def _as_step(warmup: PipelineWarmup) -> Callable[..., Any]:
 
 def _refuse_what_is_no_function(fn: Any) -> None:
     target = getattr(fn, "__func__", fn)  # what a staticmethod or classmethod object holds
-    call = getattr(type(target), "__call__", None)
+    call = getattr(type(target), "__call__", None)  # noqa: B004 - to look at it, not to call it
     later = "Its body runs after the call has returned, outside the block in which schedules are warmed."
     never = "No call of it runs a pipeline schedule that could be warmed."
     if any(map(inspect.iscoroutinefunction, (target, call))) or inspect.isasyncgenfunction(target):

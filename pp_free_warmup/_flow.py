@@ -1,6 +1,6 @@
 """One warmup from its first vote to its report: the steps of a pass, in their order.
 
-    save -> vote -> local pass -> put back -> vote -> channels -> report
+    save -> vote -> local pass -> put back -> vote -> channels -> vote -> report
 
 No step knows another; this module knows them all.
 """
@@ -60,6 +60,10 @@ class Flow:
             WarmupFailed: A rank failed; every rank's state was put back.
             RestoreFailed: This rank's state could not be put back.
         """
+        with self._ballot.watching(logger.warning):
+            return self._steps()
+
+    def _steps(self) -> WarmupReport:
         trouble = self._save_and_pass()
         decision = self.decision
         if decision is None:  # the guards could not save: say so where the others wait for the first vote
@@ -120,16 +124,23 @@ class Flow:
                 stages,
                 self._kind,
             )
-        with self._stopwatch.measure("pass"), ledger.passing(), self._ballot.watching(logger.warning):
+        with self._stopwatch.measure("pass"), ledger.passing():
             run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
-        call = self._call
-        opened = ChannelReport()
-        if self._options.channels is not None:
-            with self._stopwatch.measure("channels"):
-                opened = prime(call, everything=self._options.channels == "all")
-        self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(call.keywords))))
+        opened, trouble = ChannelReport(), ""
+        try:
+            if self._options.channels is not None:
+                self._ballot.tell("opening channels")
+                with self._stopwatch.measure("channels"):
+                    opened = prime(self._call, everything=self._options.channels == "all")
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised on all of them
+            trouble = describe(error)
+        word = Word.FAILED if trouble else Word.GO
+        stages = self._ballot.vote(word, trouble, self._stopwatch.seconds)
+        if stages.word is Word.FAILED:
+            raise self._failure(stages, "open its channels")
+        self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(self._call.keywords))))
         report = WarmupReport(
             outcome="warmed" if decision.word is Word.GO else "primed",
             kind=self._kind,
@@ -137,7 +148,7 @@ class Flow:
             total_s=self._stopwatch.total,
             channels=dict(opened.seconds),
             opened=opened.opened,
-            stages=tuple(map(_stage_report, range(len(decision.stages)), decision.stages)),
+            stages=tuple(map(_stage_report, range(len(stages.stages)), stages.stages)),
         )
         if self.speaks:
             logger.warning("%s", report.headline())
@@ -153,7 +164,7 @@ class Flow:
             raise trouble
         raise self._failure(decision) from trouble
 
-    def _failure(self, decision: Decision) -> WarmupFailed:
+    def _failure(self, decision: Decision, step: str = "finish its local pass") -> WarmupFailed:
         fetched = self._batches.fetched
         if self._batches.exhausted:
             data = " A data iterator had no batch for it."
@@ -161,7 +172,7 @@ class Flow:
             data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
         return WarmupFailed(
             "The warmup of the pipeline failed and was undone.",
-            found=f"{reasons_of(decision)}; expected every rank to finish its local pass.",
+            found=f"{reasons_of(decision)}; expected every rank to {step}.",
             matters=f"This call's real step was not run, and every rank's state was put back.{data}",
             do="Mend the error named above; to run without the warmup, set PP_FREE_WARMUP=0.",
         )

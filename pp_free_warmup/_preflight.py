@@ -144,6 +144,16 @@ def _meta_parameters(call: ScheduleCall) -> Refusal | None:
     return Refusal("meta-parameters", "some parameters are on the meta device", "load or initialise the weights first")
 
 
+def _cached_distillation(_call: ScheduleCall) -> Refusal | None:
+    if not megatron.student_logits_are_captured():
+        return None
+    return Refusal(
+        "cached-distillation",
+        "cached logits are read from or written to files batch by batch, out of this library's reach",
+        "none yet",
+    )
+
+
 def _pipeline_dtype(call: ScheduleCall) -> Refusal | None:
     if call.config.pipeline_dtype is not None:
         return None
@@ -169,6 +179,7 @@ CHECKS: tuple[Check, ...] = (
     _fully_sharded,
     _config_features,
     _meta_parameters,
+    _cached_distillation,
     _pipeline_dtype,
     _iterators,
 )

@@ -71,12 +71,12 @@ class WarmupReport:
     """What one warmup did; ``str()`` is a table, `to_dict` is ready for JSON.
 
     Attributes:
-        outcome: ``"warmed"``, ``"primed"`` (channels only), ``"skipped"`` or ``"not called"``.
+        outcome: ``"warmed"``, ``"primed"`` (channels only), ``"skipped"``, ``"failed"`` or ``"not called"``.
         kind: ``"training"`` or ``"forward-only"``; empty when no schedule was called.
-        reason: Why it was skipped; empty otherwise.
+        reason: Why it was skipped, or the error as text; empty otherwise.
         seconds: Seconds per phase on this rank.
         total_s: Seconds that the whole warmup took on this rank.
-        stages: Every stage's phases, up to the second vote; empty when nothing ran.
+        stages: Every stage's phases; empty when nothing ran.
         channels: Seconds per channel that was gone through after the pass, on this rank.
         opened: Those of them that this library had not opened before.
     """
@@ -116,7 +116,7 @@ class WarmupReport:
 
     def headline(self) -> str:
         """Return the report in one line."""
-        if self.outcome in ("skipped", "not called"):
+        if self.outcome in ("skipped", "failed", "not called"):
             return f"pp_free_warmup: {self.outcome}{': ' if self.reason else ''}{self.reason}"
         spread = [stage.most.get("pass", 0.0) for stage in self.stages]
         stages = f"; slowest stage {max(spread):.1f} s, quickest {min(spread):.1f} s" if spread else ""

@@ -15,7 +15,7 @@ from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
 from pp_free_warmup._agreement import Word
 from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
-from pp_free_warmup._flow import Flow, speaks_for
+from pp_free_warmup._flow import Flow, describe, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import WarmupReport, logger
@@ -172,7 +172,8 @@ class PipelineWarmup:
         try:
             report = flow.run()
         except BaseException as error:
-            self._close(call, kind, f"{type(error).__name__}: {error}")
+            self._close(call, kind, describe(error))
+            self._note(WarmupReport("failed", kind, reason=describe(error)), speaks=False)
             raise
         if report.outcome == "skipped":
             assert flow.decision is not None

@@ -63,7 +63,12 @@ class Ending:
 
 
 def run_forked(
-    function: Any, ranks: int, *arguments: Any, store: str = "agent", group_timeout: float = 60.0, deadline: float = 60.0
+    function: Any,
+    ranks: int,
+    *arguments: Any,
+    store: str = "agent",
+    group_timeout: float = 60.0,
+    deadline: float = 60.0,
 ) -> list[Ending]:
     """Run *function* on forked ranks that form one gloo world.
 
@@ -98,7 +103,11 @@ def _start() -> subprocess.Popen[bytes]:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     command = [sys.executable, "-W", "ignore", "-c", f"import {__name__}; {__name__}._serve()"]
     return subprocess.Popen(
-        command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pp_free_warmup import in_warmup
@@ -69,3 +70,14 @@ def everyone(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def losses_of_step(training: Any) -> tuple[float, ...]:
+    """Take one whole step, and return the losses of its microbatches: none but on the last stage."""
+    return tuple(float(loss["lm loss"][0]) for loss in training.step().losses)
+
+
+def start_anew(layout: Layout, seed: int = 1) -> None:
+    """Start Megatron's groups and random numbers again, as a new process would."""
+    parallel_state.destroy_model_parallel()
+    models.parallel(layout.pp, layout.vp, seed=seed)

@@ -83,7 +83,9 @@ def test_what_counts_as_a_schedule():
     def optional(forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size=1):
         """Stand for a function that happens to know the names."""
 
-    assert all(map(is_schedule, (schedules.forward_backward_no_pipelining, mine, functools.wraps(mine)(lambda **kw: None))))
+    assert all(
+        map(is_schedule, (schedules.forward_backward_no_pipelining, mine, functools.wraps(mine)(lambda **kw: None)))
+    )
     assert not any(map(is_schedule, (optional, print, torch.nn.Identity(), type, 3, None, schedules.forward_step)))
 
 
@@ -859,7 +861,8 @@ def test_an_error_in_the_pass_closes_the_kind():
 
     page = ledger.page(training.chunks[0], TRAINING)
     assert (page.warm, page.generation) == (False, None)
-    assert page.reason.startswith("WarmupFailed: The warmup of the pipeline failed and was undone.")
+    assert page.reason == step.warmup.report.reason
+    assert page.reason.startswith("WarmupFailed: The warmup of the pipeline failed and was undone. rank 1: ValueError")
     assert isinstance(raised.value.__cause__, ValueError if dist.get_rank() == 1 else type(None))
     assert training.forward_step.counts == (1, 2)
 
@@ -893,7 +896,7 @@ def test_an_error_keeps_no_model_alive():
     gc.collect()
 
     assert gone() is None
-    assert step.warmup.report.outcome == "not called"
+    assert step.warmup.report.outcome == "failed"
 
 
 @ranks(2)
@@ -966,7 +969,9 @@ def _fails(*, forward_step_func, data_iterator, model, num_microbatches, seq_len
     raise ValueError("bad batch")
 
 
-def _stay_away(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, **more) -> str:
+def _stay_away(
+    *, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, **more
+) -> str:
     """Stand for a schedule that draws no random numbers, so that the other thread's are the first."""
     return "called"
 

@@ -44,6 +44,7 @@ def test_the_headline_of_opened_channels_has_no_stages():
     [
         (WarmupReport("skipped", "training", reason="one stage"), "pp_free_warmup: skipped: one stage"),
         (WarmupReport("skipped"), "pp_free_warmup: skipped"),
+        (WarmupReport("failed", reason="no such kernel"), "pp_free_warmup: failed: no such kernel"),
         (WarmupReport("not called"), "pp_free_warmup: not called"),
     ],
 )

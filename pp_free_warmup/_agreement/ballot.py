@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ from pp_free_warmup._agreement.halls import Hall, timeout_of
 from pp_free_warmup._agreement.mailbox import Mailbox, StoreLost, store_host
 from pp_free_warmup._agreement.meeting import Meeting
 from pp_free_warmup._agreement.pace import Pace
-from pp_free_warmup._agreement.signs import Heart
+from pp_free_warmup._agreement.signs import Heart, gone
 from pp_free_warmup._agreement.watcher import Watcher, logger
 from pp_free_warmup._agreement.words import Decision, Tally, Word
 from pp_free_warmup.errors import RankSilent
 
 PROGRESS_SECONDS = 30.0
+# What gloo and NCCL say when the other side of a transfer is gone.
+BROKEN_OFF = re.compile("connection|broken pipe|timed out|timeout|remote process", re.IGNORECASE)
 
 
 class Ballot:
@@ -58,6 +61,7 @@ class Ballot:
         groups = [megatron.inner_group(group) for group in (*stage, pipeline) if group is pipeline or group.size() > 1]
         self._timeout = timeout_of(groups[-1]) if timeout is None else timeout
         self._pace = Pace(self._timeout, math.prod(group.size() for group in groups))
+        self._peers = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)} - {rank})
         halls = _halls(groups, self._mailbox, rank)
         self._heart = Heart(self._mailbox, rank, len(halls) - 1, self._pace.sign)
         self._meeting = Meeting(halls, len(groups), self._mailbox, self._heart, self._pace, self._timeout, rank)
@@ -79,6 +83,8 @@ class Ballot:
             RankSilent: A rank gave no sign of life for longer than the timeout, or the store is gone.
         """
         try:
+            if word is Word.FAILED and BROKEN_OFF.search(reason):
+                reason += self._gone()
             decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail))
         except StoreLost as lost:
             heard = self._heard if self._watcher is None else self._watcher.heard
@@ -129,6 +135,15 @@ class Ballot:
             watcher.stop()
             self._watcher, self._heard = None, watcher.heard
             self._take_sign_away()
+
+    def _gone(self) -> str:
+        """Say which peers stopped giving signs of life, unless one has told why it failed; takes a few seconds.
+
+        A transfer that broke off says that a peer is gone, but not which.
+        """
+        if self._meeting.early() is not None:
+            return ""
+        return "".join(f"; rank {rank} is lost" for rank in gone(self._mailbox, self._peers, 3 * self._pace.sign))
 
     def _take_sign_away(self) -> None:
         try:

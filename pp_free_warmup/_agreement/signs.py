@@ -162,3 +162,10 @@ def read_phases(mailbox: Mailbox, ranks: Iterable[int]) -> dict[int, str]:
     """Return what each of *ranks* says it does now."""
     texts = {rank: mailbox.peek(sign_key(rank)) for rank in ranks}
     return {rank: "no sign yet" if text is None else Sign.read(text).phase for rank, text in texts.items()}
+
+
+def gone(mailbox: Mailbox, ranks: Iterable[int], seconds: float) -> list[int]:
+    """Return those of *ranks* whose sign of life does not change for some *seconds*."""
+    before = {rank: mailbox.peek(sign_key(rank)) for rank in ranks}
+    time.sleep(seconds)
+    return [rank for rank, text in before.items() if text is not None and mailbox.peek(sign_key(rank)) == text]

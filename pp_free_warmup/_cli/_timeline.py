@@ -28,7 +28,7 @@ class Timeline:
         self.spans: list[Span] = []
         self._chunks = chunks
         self._told = told
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int, bool]] = set()
         self._made_by: dict[int, int] = {}
 
     def until(self, moment: float) -> list[Span]:
@@ -69,17 +69,23 @@ class Timeline:
 
     @contextmanager
     def _measured(self, use: str, chunk: int) -> Iterator[None]:
-        first = (use, chunk) not in self._seen
-        self._seen.add((use, chunk))
+        seen = (use, chunk, torch.is_grad_enabled())  # without gradients, other kernels are compiled
+        first = seen not in self._seen
+        self._seen.add(seen)
         if first:
+            _synchronize()  # what the device still waits for, a neighbour's tensor, is none of its cost
             self._told(f"first {use}{f' of chunk {chunk}' if len(self._chunks) > 1 else ''}")
         began = clock()
         yield
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        _synchronize()
         self.spans.append(Span(use, chunk, began, clock(), first, in_warmup()))
         if first:
             self._told("waits")
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _tensor(output: Any) -> Any:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from pp_free_warmup._cli._plan import Plan
 from pp_free_warmup._cli._progress import Progress
+from pp_free_warmup._cli._values import at_least, seconds
 
 if TYPE_CHECKING:
     from pp_free_warmup._cli._results import Pair, Result
@@ -46,12 +47,12 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--pp", type=_at_least(2), default=2, metavar="N", help="pipeline stages, one process each (default: 2)")
-    add("--vpp", type=_at_least(2), metavar="N", help="model chunks per stage (default: no virtual stages)")
+    add("--pp", type=at_least(2), default=2, metavar="N", help="pipeline stages, one process each (default: 2)")
+    add("--vpp", type=at_least(2), metavar="N", help="model chunks per stage (default: no virtual stages)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on the CPU, or NCCL with one GPU per stage")
     add(
         "--simulate-jit",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="do not compile: let the first forward and the first backward of each model chunk sleep that long",
     )
@@ -61,11 +62,11 @@ def add_to(commands: Any) -> None:
         default="per-rank",
         help="one compile cache per rank, as on separate hosts, or one for all (default: per-rank)",
     )
-    add("--steps", type=_at_least(3), default=20, metavar="N", help="training steps per run (default: 20)")
-    add("--repeat", type=_at_least(1), default=1, metavar="N", help="pairs of runs; numbers are medians (default: 1)")
+    add("--steps", type=at_least(3), default=20, metavar="N", help="training steps per run (default: 20)")
+    add("--repeat", type=at_least(1), default=1, metavar="N", help="pairs of runs; numbers are medians (default: 1)")
     add("--picture", type=Path, metavar="FILE", help="draw the first step, every stage, as .svg or .png")
     add("--json", action="store_true", help="print the result as one JSON object, on the last line")
-    add("--timeout", type=_seconds, default=3600.0, metavar="SECONDS", help="give up after that long (default: 3600)")
+    add("--timeout", type=seconds, default=3600.0, metavar="SECONDS", help="give up after that long (default: 3600)")
     parser.set_defaults(run=lambda arguments: run(arguments, parser.error))
 
 
@@ -170,25 +171,3 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from *least* on."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-        return int(text)
-
-    return number
-
-
-def _seconds(text: str) -> float:
-    """Read a number of seconds above zero."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds

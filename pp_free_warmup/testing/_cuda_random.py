@@ -130,7 +130,9 @@ def dropout_on_cuda(dropout: F, cuda: CudaGenerator) -> F:
 
     @functools.wraps(dropout)
     def dropped(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not training or not 0.0 < p < 1.0:
+        # A tensor of another type stands for a traced one: torch.compile calls functions by name then.
+        traced = torch.compiler.is_compiling() or type(input) not in (torch.Tensor, torch.nn.Parameter)
+        if traced or not training or not 0.0 < p < 1.0:
             return cast(torch.Tensor, dropout(input, p, training, inplace))
         kept = torch.empty_like(input, requires_grad=False).bernoulli_(1.0 - p, generator=cuda.drawn_from)
         kept.div_(1.0 - p)

@@ -34,13 +34,21 @@ class RankPool:
 
     Args:
         environment: Environment variables of the workers; ``{folder}`` in a value stands for
-            a directory of the worker's own.
+            a directory of the worker's own, ``{rank}`` for its rank.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self.environment = dict(environment or {})
         self.workers: list[Worker] = []
+        self._starting: list[Worker] = []
         atexit.register(self.stop)
+
+    def start(self, n: int) -> None:
+        """Start workers until there are *n*, and do not wait for them: `run` does."""
+        for rank in range(len(self.workers), n):
+            own = {name: value.replace("{rank}", str(rank)) for name, value in self.environment.items()}
+            self.workers.append(Worker.start(own))
+            self._starting.append(self.workers[-1])
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
         """Run one job per rank and return what each returned, in rank order.
@@ -49,8 +57,8 @@ class RankPool:
             RanksFailed: A rank raised, died or hung. The workers are then replaced.
             RanksSkipped: Every rank called ``pytest.skip``.
         """
-        started = [Worker.start(self.environment) for _ in jobs[len(self.workers) :]]
-        self.workers += started
+        self.start(len(jobs))
+        started, self._starting = self._starting, []
         workers = self.workers[: len(jobs)]
         try:
             _values(started, _collect(started, time.monotonic() + START), START)
@@ -65,6 +73,7 @@ class RankPool:
 
     def stop(self) -> None:
         """Kill every worker."""
+        self._starting.clear()
         while self.workers:
             self.workers.pop().stop()
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -39,7 +40,9 @@ def main(descriptor: int) -> None:
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
     with ExitStack() as prepared:
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            import_module("pp_free_warmup.testing._chunks")  # imports Megatron and Transformer Engine
+        else:
             prepared.enter_context(cuda_on_cpu())
         gc.collect()
         gc.freeze()

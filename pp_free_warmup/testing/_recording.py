@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup._ledger import in_warmup
 from pp_free_warmup._digest import tensor_digest
+from pp_free_warmup._ledger import in_warmup
 from pp_free_warmup._state_walk import Fields, StateWalk
 from pp_free_warmup._trace import observed, random_states
 

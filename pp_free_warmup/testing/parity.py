@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup.testing import _recording as recording
 from pp_free_warmup._state_walk import Fields
 from pp_free_warmup._trace import BENIGN, changes
+from pp_free_warmup.testing import _recording as recording
 from pp_free_warmup.testing.models import Layout, Schedule, Training, build
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from pp_free_warmup.testing import _recording as recording
 from pp_free_warmup._digest import tensor_digest
+from pp_free_warmup.testing import _recording as recording
 from pp_free_warmup.testing.models import Training
 
 # Everything is compared in these steps and in the last one; losses and gradient norms in every one.

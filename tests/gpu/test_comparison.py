@@ -52,6 +52,26 @@ def test_a_counter_of_the_process_is_left_out():
     assert (told["verdict"], len(told["left_out"])) == ("identical", 4)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "state.chunk0.module.mlp.linear_fc1.bias._dynamo_static_input_type",
+        "state.chunk0.module.cudagraph_manager.cudagraph_runners[1].static_grad_outputs[0]",
+        "state.chunk0.module.cudagraph_manager.cudagraph_runners[0].fwd_graph_input_kwargs['hidden_states']",
+    ],
+)
+def test_the_compilers_notes_and_the_graphs_scratch_may_differ(path):
+    """What torch.compile notes of compiled code, and static buffers in the graphs' shared memory, are no difference."""
+    told = verdict(PLAIN, _ranks(), _ranks(**{path: "0"}), _ranks())
+    assert told["verdict"] == "identical"
+
+
+def test_other_fields_of_a_graph_are_compared():
+    """Whether a graph was captured, and what else its runner notes, is no scratch."""
+    path = "state.chunk0.module.cudagraph_manager.cudagraph_runners[0].fwd_graph_recorded"
+    assert verdict(PLAIN, _ranks(), _ranks(**{path: "True"}), _ranks())["verdict"] == "state differs"
+
+
 def test_runs_that_disagree_by_themselves_are_not_comparable():
     """Two runs without the warmup that differ in a number make no verdict on the warmup."""
     told = verdict(PLAIN, _ranks(), _ranks(), _ranks(**{"loss[0].lm loss": "b"}))

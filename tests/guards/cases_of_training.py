@@ -48,7 +48,7 @@ def _generators(call):
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
         "drawn from": Same(torch.cuda.default_generators[0].drawn_from),
-        "tracker": [Same(tracker), Same(tracker.states_), tracker._current_state_name, tracker.seeds_],
+        "tracker": [Same(tracker), Same(tracker.states_), vars(tracker).get("_current_state_name"), tracker.seeds_],
         "objects": {name: Same(state) for name, state in states.items()},
         "states": {name: _contents(state) for name, state in states.items()},
     }

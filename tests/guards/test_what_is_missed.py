@@ -21,7 +21,8 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from pp_free_warmup import guards
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup import _preflight, guards
 from pp_free_warmup._undo import swapped
 from pp_free_warmup.testing import cuda_on_cpu
 
@@ -303,6 +304,23 @@ def test_saved_activations_lack_the_pass(guarded, stack):
         model(torch.ones(1, 2))
 
     assert bool(logger._activations_state_dict) is not guarded
+
+
+# --- what no guard can reach ---
+
+
+@pytest.mark.parametrize(
+    ("module", "attached"),
+    [("cached_logits_loss", "_ACTIVE_STUDENT_LOGITS_CAPTURE"), ("logits_saver", "_ACTIVE_LOGITS_SAVER")],
+)
+def test_distillation_from_cached_logits_is_refused(module, attached, stack):
+    """Its position in the teacher's files is out of reach (0.19), so that a run with it is not warmed."""
+    name = f"megatron.training.distillation.{module}"
+    assert megatron.student_logits_are_captured() is False
+    stack.callback(sys.modules.pop, name)
+    sys.modules[name] = SimpleNamespace(**{attached: object()})
+
+    assert _preflight.refusal(call_of(plain())).name == "cached-distillation"
 
 
 # --- loss_scales ---

@@ -66,7 +66,21 @@ def another_step(model: torch.nn.Module) -> int:
 def results(model: torch.nn.Module, fetched_before: Callable[..., list[Any]]) -> tuple[float, int, list[Any]]:
     """Call what was decorated."""
     schedule = warm_first_call(fetched_before)
+    assert str(train_step.warmup.report)
     return train_step(model, torch.zeros(1)), another_step(model), schedule(model=model)
+
+
+class Trainer:
+    """A method may be decorated as well."""
+
+    @warm_first_call
+    def step(self, batch: torch.Tensor) -> float:
+        """Take a step."""
+        return float(batch.sum())
+
+    def run(self, batches: list[torch.Tensor]) -> list[float]:
+        """Call the decorated method as any other."""
+        return [self.step(batch) for batch in batches]
 
 
 def parser() -> argparse.ArgumentParser:
