@@ -170,15 +170,17 @@ class NcclLog:
     """
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = glob.escape(pattern).replace("%h", "*").replace("%p", str(os.getpid()))
+        path = Path(pattern)
+        self._folder = path.parent if pattern else None
+        self._name = glob.escape(path.name).replace("%h", "*").replace("%p", str(os.getpid()))
         self._read = 0
 
     def new(self) -> list[int]:
         """Return the number of ranks of each communicator that was completed since the last call."""
-        found = glob.glob(self._pattern) if self._pattern else []
+        found = [] if self._folder is None else list(self._folder.glob(self._name))
         if not found:
             return []
-        with Path(found[0]).open("rb") as log:
+        with found[0].open("rb") as log:
             log.seek(self._read)
             text = log.read()
         whole = text[: text.rfind(b"\n") + 1]  # a line that is being written is read next time

@@ -83,20 +83,24 @@ class Ballot:
             RankSilent: A rank gave no sign of life for longer than the timeout, or the store is gone.
         """
         try:
-            if word is Word.FAILED and BROKEN_OFF.search(reason):
-                reason += self._gone()
-            decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail))
+            decision = self._held(word, reason, detail)
         except StoreLost as lost:
             heard = self._heard if self._watcher is None else self._watcher.heard
             if heard is None:
                 raise _store_lost(lost) from lost
             decision = heard
-        if self._watcher is None:
-            self._take_sign_away()
         if decision.word is Word.FAILED:
             self.linger()
         if decision.silent:
             raise _rank_silent(decision.silent, self._timeout)
+        return decision
+
+    def _held(self, word: Word, reason: str, detail: Mapping[str, float] | None) -> Decision:
+        if word is Word.FAILED and BROKEN_OFF.search(reason):
+            reason += self._gone()
+        decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail))
+        if self._watcher is None:
+            self._take_sign_away()
         return decision
 
     def tell(self, phase: str, progress: int = 0) -> None:

@@ -173,9 +173,8 @@ def _spread(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         arguments.pp = gpus // inner
     ranks = int(arguments.pp * inner)
     if arguments.pp < 2 or (arguments.device == "cuda" and gpus < ranks):
-        refuse(
-            f"--device {arguments.device} with {max(2, arguments.pp)} stages x {inner} ranks; torch sees {gpus} GPUs"
-        )
+        stages = f"{max(2, arguments.pp)} stages of {inner} ranks"
+        refuse(f"--device {arguments.device} with {stages}: torch sees {gpus} GPUs")
     return ranks
 
 

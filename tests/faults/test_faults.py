@@ -1,0 +1,95 @@
+"""Inject faults at every point and rank: nothing hangs, nothing leaks, every survivor's error names who and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import injection
+import pytest
+from forked import Ending, run_forked
+from trials import TRIALS, Trial
+from verdicts import COUNTS
+
+pytestmark = [pytest.mark.faults, pytest.mark.ranks]
+BOUND = max(injection.SILENCE, injection.GROUP) + 5.0
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory) -> Iterator[str]:
+    """The states of never-warmed runs, one file per layout and rank."""
+    folder = str(tmp_path_factory.mktemp("twins"))
+    for layout, (ranks, _) in injection.LAYOUTS.items():
+        endings = run_forked(injection.twin, ranks, layout, folder)
+        assert all(ending.kind == "returned" for ending in endings), endings[0].text
+    return folder
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
+def test_a_fault_ends_well(trial: Trial, twins: str) -> None:
+    """All survivors end in time, as they were before or as if never warmed, with an error that names the fault."""
+    ranks, _ = injection.LAYOUTS[trial.layout]
+    endings = run_forked(
+        injection.on_rank, ranks, trial, twins, store=trial.store, group_timeout=injection.GROUP, deadline=60.0
+    )
+
+    survivors = {rank: end for rank, end in enumerate(endings) if not (trial.fault == "kill" and rank in trial.ranks)}
+    verdict = {
+        "hangs": [f"rank {rank}: {end.kind} {_seconds(end)}" for rank, end in survivors.items() if _hangs(end)],
+        "leaks": [f"rank {rank}: {leak}" for rank, end in survivors.items() for leak in _leaks(end)],
+        "unnamed": [f"rank {rank}: {_said(end)}" for rank, end in survivors.items() if not _names(trial, end)],
+    }
+    COUNTS.add(verdict)
+    assert verdict == {"hangs": [], "leaks": [], "unnamed": []}
+
+
+def _result(ending: Ending) -> Any:
+    assert ending.kind == "returned", f"{ending.kind}: {ending.text}\n{ending.printed}"
+    return ending.value
+
+
+def _seconds(ending: Ending) -> float:
+    return ending.value.seconds if ending.kind == "returned" else ending.seconds
+
+
+def _hangs(ending: Ending) -> bool:
+    return ending.kind == "hung" or _seconds(ending) > BOUND
+
+
+def _leaks(ending: Ending) -> list[str]:
+    return [] if ending.kind == "hung" else _result(ending).leaks
+
+
+def _said(ending: Ending) -> str:
+    return ending.text if ending.kind == "hung" else f"{_result(ending).error} {_result(ending).text}"
+
+
+def _names(trial: Trial, ending: Ending) -> bool:
+    """Tell whether an ending says what it should: the outcome, or the error, a rank at fault, and the cause."""
+    if ending.kind == "hung":
+        return True  # counted as a hang
+    result = _result(ending)
+    if trial.fault in OUTCOMES:
+        return (result.error, result.outcome) == ("", OUTCOMES[trial.fault](trial))
+    named = any(f"rank {rank}" in result.text for rank in trial.ranks)
+    cause = any(cause in result.text for cause in CAUSES[trial.fault])
+    return result.error in ERRORS and named and cause
+
+
+def _all(trial: Trial) -> bool:
+    return len(trial.ranks) == injection.LAYOUTS[trial.layout][0]
+
+
+OUTCOMES = {
+    "stall": lambda _trial: "warmed",
+    "refuse": lambda _trial: "skipped",
+    "off": lambda _trial: "skipped",
+    "warm": lambda trial: "primed" if _all(trial) else "warmed",
+}
+CAUSES = {
+    "raise": ("injected error",),
+    "oom": ("out of memory",),
+    "exhaust": ("StopIteration", "no batch"),
+    "kill": ("lost",),
+}
+ERRORS = ("WarmupFailed", "RankSilent", "RestoreFailed", "Injected")
