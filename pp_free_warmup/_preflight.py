@@ -133,7 +133,7 @@ def _fully_sharded(call: ScheduleCall) -> Refusal | None:
 def _config_features(call: ScheduleCall) -> Refusal | None:
     for field, (name, text, do) in REFUSED_FIELDS.items():
         value = getattr(call.config, field, None)
-        if value and value != 1:
+        if value is True or (value and value != 1):  # True == 1, and a size of 1 is none
             return Refusal(name, f"config.{field}={value!r}: {text}", do)
     return None
 

@@ -46,22 +46,17 @@ def pipeline_warmup(
 ) -> PipelineWarmup:
     """Make the first pipeline-parallel step inside the block compile all stages at the same time.
 
-    The block holds the real step: the first call of Megatron's schedule warms up, leaves no trace,
-    and then runs for real. Training and forward-only calls are each warmed once per model.
+    The block holds the real step: the first schedule call of each kind warms up, then runs for real.
 
     Args:
-        model: A model chunk, a list of chunks, wrapped or not; None takes whatever the schedule is
-            called with. Calls with another model run untouched.
-        optimizer: Accepted for symmetry with the training step; read by ``verify`` only, never stepped.
-        enabled: A bool, or a callable asked at every call until the kind is warm. It must answer
-            alike on all ranks. ``PP_FREE_WARMUP=0`` in the environment switches off as well.
-        channels: ``"pipeline"`` opens the pipeline's channels after the pass; None leaves them.
+        model: A chunk or a list of chunks, wrapped or not; None: any. Calls with another model run untouched.
+        optimizer: Read by ``verify`` only, never stepped.
+        enabled: A bool, or a callable asked at every call until the kind is warm; alike on all ranks.
+        channels: What to open after the pass: ``"pipeline"``, ``"all"`` (reductions too) or None.
         extra_guards: Guards for state of your own; see `pp_free_warmup.guards`.
         timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
-        on_unsupported: ``"skip"`` runs an unsupported setup without a warmup and says why;
-            ``"raise"`` raises `UnsupportedSetup` on all ranks.
-        verify: Compare the whole reachable state before and after the pass, and raise `TraceFound`
-            naming every difference. ``PP_FREE_WARMUP_VERIFY=1`` in the environment does the same.
+        on_unsupported: ``"skip"`` runs without a warmup and says why, ``"raise"`` raises on all ranks.
+        verify: Compare all reachable state before and after, and raise `TraceFound` naming what differs.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
         report_to: A path to which global rank 0 writes the last report as JSON.
@@ -72,18 +67,10 @@ def pipeline_warmup(
     Raises:
         UnsupportedSetup: An argument is not of the kind described.
     """
-    options = Options(
-        enabled=enabled,
-        channels=channels,
-        extra_guards=extra_guards,
-        timeout=timeout,
-        on_unsupported=on_unsupported,
-        verify=verify,
-        shapes=shapes,
-        single_flight=single_flight,
-        report_to=report_to,
+    switches = Options(
+        enabled, channels, extra_guards, timeout, on_unsupported, verify, shapes, single_flight, report_to
     )
-    return PipelineWarmup(model, options, optimizer)
+    return PipelineWarmup(model, switches, optimizer)
 
 
 class PipelineWarmup:

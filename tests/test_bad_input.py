@@ -156,7 +156,9 @@ def test_another_number_of_iterators_than_of_chunks(where):
     here = where == "everywhere" or dist.get_rank() == 1
     iterators = training.iterators[:1] if here else training.iterators
     with assert_leaves_no_trace(training.chunks, training.optimizer), pytest.raises(WarmupError) as raised:
-        call(training, warm_first_call(schedules.forward_backward_pipelining_with_interleaving), data_iterator=iterators)
+        call(
+            training, warm_first_call(schedules.forward_backward_pipelining_with_interleaving), data_iterator=iterators
+        )
 
     told = "The schedule got another number of data iterators than of model chunks."
     assert isinstance(raised.value, UnsupportedSetup if here else WarmupFailed)

@@ -19,7 +19,7 @@ from pp_free_warmup._agreement.pace import Pace
 from pp_free_warmup._agreement.signs import Heart, gone
 from pp_free_warmup._agreement.watcher import Watcher, logger
 from pp_free_warmup._agreement.words import Decision, Tally, Word
-from pp_free_warmup.errors import RankSilent
+from pp_free_warmup.errors import RankSilent, WarmupError
 
 PROGRESS_SECONDS = 30.0
 # What gloo and NCCL say when the other side of a transfer is gone.
@@ -67,6 +67,7 @@ class Ballot:
         self._meeting = Meeting(halls, len(groups), self._mailbox, self._heart, self._pace, self._timeout, rank)
         self._watcher: Watcher | None = None
         self._heard: Decision | None = None
+        self._failed = False
 
     def vote(self, word: Word, reason: str = "", detail: Mapping[str, float] | None = None) -> Decision:
         """Say a word and return what all ranks of the call do.
@@ -89,7 +90,8 @@ class Ballot:
             if heard is None:
                 raise _store_lost(lost) from lost
             decision = heard
-        if decision.word is Word.FAILED:
+        self._failed = decision.word is Word.FAILED
+        if self._failed:
             self.linger()
         if decision.silent:
             raise _rank_silent(decision.silent, self._timeout)
@@ -125,6 +127,8 @@ class Ballot:
     ) -> Iterator[None]:
         """Show signs of life from a thread during the block, and log other ranks' failures as they happen.
 
+        An error that leaves the block is told to the others, unless a vote has ended in failure.
+
         Args:
             on_progress: Called with one line about all stages; on the pipeline's first rank only.
             every: Seconds between two such lines.
@@ -135,10 +139,24 @@ class Ballot:
         watcher.start()
         try:
             yield
+        except WarmupError:
+            raise
+        except BaseException as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            raise
         finally:
             watcher.stop()
             self._watcher, self._heard = None, watcher.heard
             self._take_sign_away()
+
+    def _give_up(self, reason: str) -> None:
+        """Let the others find this rank's failure at the vote that it will not take part in."""
+        if self._failed:
+            return
+        try:
+            self._meeting.give_up(Tally.of(dist.get_rank(), Word.FAILED, reason))
+        except StoreLost as lost:  # the error that ends the block has more to say than this
+            logger.warning("pp_free_warmup: the store of the process groups is lost: %s", lost)
 
     def _gone(self) -> str:
         """Say which peers stopped giving signs of life, unless one has told why it failed; takes a few seconds.

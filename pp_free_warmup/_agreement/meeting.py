@@ -63,18 +63,16 @@ class Meeting:
         self._forget_the_vote_before_last()
         self._signs = Signs(self._mailbox, self._timeout, self._pace.sign)
         try:
-            if self._in_last_group and self._box is None:
-                self._announce(self._top.place)
-            self._say(0, mine)
-            if Word.FAILED in mine.words and self._box is not None:
-                self._settle(Decision(Word.FAILED, mine.reasons))
+            self._begin(mine)
             found = self._speak_up()
             return found if found is not None else self._until(self._decision, self._awaited_above)
         finally:
-            for hall in self._halls:
-                hall.rise()
-            if self._box is not None:
-                self._box = self._box.later(1)
+            self._rise()
+
+    def give_up(self, mine: Tally) -> None:
+        """Say *mine*, a failure, and do not stay for the decision."""
+        self._begin(mine)
+        self._rise()
 
     def early(self) -> Decision | None:
         """Return the decision of the current or coming vote if there is one already."""
@@ -85,6 +83,19 @@ class Meeting:
         """Say what each stage does now; for the rank that `chairs`."""
         phases = read_phases(self._mailbox, self._top.ranks)
         return "; ".join(f"stage {stage}: {phases[rank]}" for stage, rank in enumerate(self._top.ranks))
+
+    def _begin(self, mine: Tally) -> None:
+        if self._in_last_group and self._box is None:
+            self._announce(self._top.place)
+        self._say(0, mine)
+        if Word.FAILED in mine.words and self._box is not None:
+            self._settle(Decision(Word.FAILED, mine.reasons))
+
+    def _rise(self) -> None:
+        for hall in self._halls:
+            hall.rise()
+        if self._box is not None:
+            self._box = self._box.later(1)
 
     def _speak_up(self) -> Decision | None:
         """Collect what the groups say that this rank leads, and say it in the next one."""

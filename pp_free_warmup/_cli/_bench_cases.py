@@ -11,7 +11,7 @@ from pp_free_warmup.testing.models import Layout
 LAYERS_PER_STAGE = 4
 MICROBATCHES = 4
 DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32768, "micro_batch": 2},
     "cpu": {},
 }

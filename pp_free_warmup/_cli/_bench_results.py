@@ -122,7 +122,7 @@ def kernels_after(run: Run) -> int:
 
 def _compiled(phase: dict[str, Any]) -> int:
     missed = [count for name, count in phase.get("counters", {}).items() if name.endswith(("_miss", "_bypass"))]
-    return len(phase.get("graphs", ())) + sum(missed) + int(phase.get("triton_compiled", 0))
+    return len(phase.get("graphs", ())) + int(sum(missed)) + int(phase.get("triton_compiled", 0))
 
 
 def communicators_after(run: Run) -> int:
@@ -150,7 +150,8 @@ def _more(cold: list[Run], warm: list[Run], of: Callable[[Rank], int]) -> int:
 
 
 def _out_of_pool(rank: Rank) -> int:
-    return sum(phase.get("out_of_pool_bytes", 0) for name, phase in rank["phases"].items() if name.startswith("0/"))
+    first = (phase for name, phase in rank["phases"].items() if name.startswith("0/"))
+    return sum(int(phase.get("out_of_pool_bytes", 0)) for phase in first)
 
 
 def equal(runs: list[Run]) -> bool | str:

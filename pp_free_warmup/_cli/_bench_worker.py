@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pp_free_warmup import pipeline_warmup
 from pp_free_warmup._cli._bench_cases import Case
 from pp_free_warmup._cli._bench_probes import Probe, probe_named
 from pp_free_warmup._cli._records import clock
@@ -37,9 +36,9 @@ def measure(case: Case, *, warmed: bool, steady: int, probe: str = "") -> dict[s
         ``cycle/what``; ``own_s``, this stage's own first forwards and backwards (without a warmup only);
         ``warmups``; ``memory``; ``made``, digests of what training made; ``probe``.
     """
+    from pp_free_warmup import pipeline_warmup
     from pp_free_warmup.testing.models import build
 
-    on_device_before = torch.cuda.is_available() and torch.cuda.is_initialized()
     training = build(case.layout)
     looks = probe_named(probe, training)
     run = _Run(training, dist.new_group(backend="gloo"), looks)
@@ -57,7 +56,6 @@ def measure(case: Case, *, warmed: bool, steady: int, probe: str = "") -> dict[s
         "warmups": [report.to_dict() for report in block.reports],
         "phases": {name: phase.to_dict() for name, phase in run.monitor.phases.items()},
         "made": run.made(),
-        "cuda_before_build": on_device_before,
         "probe": looks.found(),
     }
 

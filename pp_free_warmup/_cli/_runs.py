@@ -56,12 +56,8 @@ def run_fresh(plan: Plan, *, warmed: bool, timeout: float, progress: Progress) -
 
 
 def _environment(plan: Plan, folder: Path) -> dict[str, str]:
-    """Return what the ranks find in their environment.
-
-    One compile thread each: Inductor's default is a pool of many per process, with which the stage
-    that compiles first would take the cores of those that compile at the same time.
-    """
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    """Return what the ranks find in their environment, besides a compile cache of each one's own."""
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if plan.caches == "shared":
         environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
     return environment

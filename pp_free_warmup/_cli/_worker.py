@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 def train(plan: Plan, *, warmed: bool, notes: str) -> RankRecord:
     """Train the small GPT on this rank; `torch.distributed` must be running.
 
+    One compile thread per rank: Inductor's default is a pool of many per process, with which a stage
+    that compiles alone would take the cores of those that compile beside it in the other run.
+
     Args:
         plan: What to train.
         warmed: Whether to warm up.
         notes: A folder in which the rank keeps a file that says what it does now.
     """
+    import torch._inductor.config as inductor
     import torch.distributed as dist
 
     from pp_free_warmup import pipeline_warmup
@@ -33,6 +37,7 @@ def train(plan: Plan, *, warmed: bool, notes: str) -> RankRecord:
     from pp_free_warmup.testing._recording import Activations
     from pp_free_warmup.testing.models import build
 
+    inductor.compile_threads = 1
     note = Path(notes, f"rank {dist.get_rank()}")
     note.write_text("builds the model")
     training = build(plan.layout())

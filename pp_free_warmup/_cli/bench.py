@@ -29,7 +29,8 @@ A run that fails or hangs is noted with its error, and costs no other run. With 
 Megatron's own layers are measured, and nothing is compiled unless --compile is given. Exit status: 0, or 1 if a
 run failed or results with the warmup differ from those without, or 2 for arguments that cannot be."""
 PROBES = ("spans", "operators", "functions")
-IMPORTS_AHEAD_CORES = 16
+IMPORTS_AHEAD_CORES = 8
+DIFFERENCES_SHOWN = 12
 
 
 def add_to(commands: Any) -> None:
@@ -101,7 +102,7 @@ def _results(
         compiled=arguments.compile,
         steady=arguments.steady,
         limit_s=arguments.limit_s,
-        ahead=2 if (os.cpu_count() or 1) >= IMPORTS_AHEAD_CORES * ranks // 2 else 1,
+        ahead=2 if (os.cpu_count() or 1) >= IMPORTS_AHEAD_CORES * ranks else 1,
         root=root,
     )
     turns = (
@@ -145,10 +146,20 @@ def _longer(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _show(document: dict[str, Any], arguments: argparse.Namespace) -> int:
     from pp_free_warmup._cli._bench_results import table
 
-    print(json.dumps(document["longer_in_the_first_call"], indent=1) if arguments.profile else table(document["cases"]))
+    print(*_differences(document) if arguments.profile else [table(document["cases"])], sep="\n")
     print(f"results: {arguments.out}")
     failed = any("error" in run for run in document["runs"])
     return int(failed or any(case["identical"] is not True for case in document["cases"]))
+
+
+def _differences(document: dict[str, Any]) -> Iterator[str]:
+    """Yield one line per difference between a first and a steady call, of the rank that saw the most."""
+    for case, probes in document["longer_in_the_first_call"].items():
+        for probe, parts in probes.items():
+            for part, ranks in parts.items():
+                rank, rows = max(ranks.items(), key=lambda item: sum(row["first_s"] for row in item[1]))
+                for row in rows[:DIFFERENCES_SHOWN]:
+                    yield f"{case}, {probe}, {part}, {rank}: {row['first_s']} s, {row['steady_s']} s: {row['name']}"
 
 
 def _line(result: dict[str, Any]) -> str:

@@ -31,8 +31,8 @@ counts as part of it), their ratio, the steady step, and whether every loss, gra
 and parameter of every step is equal to the bit."""
 
 EPILOG = """\
-Real compilation is Inductor's, of what Megatron marks for fusion, with one compile thread per rank
-(TORCHINDUCTOR_COMPILE_THREADS=1), so that stages do not take each other's cores; with more stages than cores they
+Real compilation is Inductor's, of what Megatron marks for fusion, with one compile thread per rank (as with
+TORCHINDUCTOR_COMPILE_THREADS=1), so that stages do not take each other's cores; with more stages than cores they
 do. Exit status: 0, or 1 if a rank failed, if the warmup did not run or if anything differs, or 2 for arguments that
 cannot be."""
 

@@ -119,6 +119,7 @@ def _values(workers: list[Worker], ended: dict[int, Outcome], timeout: float) ->
 _numbers = itertools.count()
 _stores: list[dist.TCPStore] = []
 _pools: dict[str, RankPool] = {}
+_HIDDEN: dict[str, dict[str, str]] = {"cpu": {"CUDA_VISIBLE_DEVICES": ""}, "cuda": {}}
 
 
 def _store() -> tuple[str, int]:
@@ -167,13 +168,18 @@ def run_on_ranks(
     jobs = [Job(where, arguments, keywords, rank, n, host, prefix, timeout, device, jit) for rank in range(n)]
     if pool is not None:
         return pool.run(jobs)
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    if not fresh:
-        if device not in _pools:
-            _pools[device] = RankPool(hidden)
-        return _pools[device].run(jobs)
+    return _run_afresh(jobs, device, environment or {}) if fresh else _shared_pool(device).run(jobs)
+
+
+def _shared_pool(device: str) -> RankPool:
+    if device not in _pools:
+        _pools[device] = RankPool(_HIDDEN[device])
+    return _pools[device]
+
+
+def _run_afresh(jobs: list[Job], device: str, environment: Mapping[str, str]) -> list[Any]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": "{folder}/inductor", "TRITON_CACHE_DIR": "{folder}/triton"}
-    pool = RankPool({**hidden, **caches, **(environment or {})})
+    pool = RankPool({**_HIDDEN[device], **caches, **environment})
     try:
         return pool.run(jobs)
     finally:

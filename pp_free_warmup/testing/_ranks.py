@@ -40,7 +40,6 @@ def ranks(
         ...     torch.distributed.all_reduce(total)
         ...     assert total == 2
     """
-
     how = {"fresh": fresh, "timeout": timeout, "device": device, "jit": jit}
     return functools.partial(_on_ranks, n, how)
 

@@ -98,14 +98,19 @@ def record(
         for number in range(steps):
             with around(training) if around is not None and number == 0 else nullcontext():
                 losses = script(training, get_forward_backward_func(), number)
-            fields = recording.loss_fields(losses) | recording.gradient_fields(training.chunks)
-            _, norm, _ = training.optimizer.step()
-            fields |= {"grad_norm": float(norm).hex(), **activations.taken()}
-            fields |= recording.model_fields(training.chunks) | recording.global_fields()
-            if number in (0, steps - 1):
-                fields |= recording.whole_fields(training.chunks, training.optimizer)
-            recorded.append(fields)
+            recorded.append(_finished_step(training, activations, losses, whole=number in (0, steps - 1)))
     return recorded
+
+
+def _finished_step(training: Training, activations: recording.Activations, losses: Any, *, whole: bool) -> Fields:
+    """Write down what the schedule left, take the optimizer's step, and write down what that left."""
+    fields = recording.loss_fields(losses) | recording.gradient_fields(training.chunks)
+    _, norm, _ = training.optimizer.step()
+    fields |= {"grad_norm": float(norm).hex(), **activations.taken()}
+    fields |= recording.model_fields(training.chunks) | recording.global_fields()
+    if whole:
+        fields |= recording.whole_fields(training.chunks, training.optimizer)
+    return fields
 
 
 def differences(run: list[Fields], other: list[Fields], limit: int = 40) -> list[str]:

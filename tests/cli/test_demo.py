@@ -105,22 +105,38 @@ def test_a_warmup_that_did_not_run_is_no_result(monkeypatch):
         _runs.run_fresh(Plan(), warmed=True, timeout=1.0, progress=_progress())
 
 
-def _children(process):
-    """Wait until the demo has started both ranks and return their process ids."""
-    listing = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    for _ in range(600):
-        found = [int(child) for child in listing.read_text().split()]
-        if len(found) == 2:
+def _status(pid):
+    """Return the state and the parent of a process, or None if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], int(fields[1])
+
+
+def _descendants(pid):
+    """Return every process that *pid* has started, directly or not."""
+    everyone = {int(each.name): _status(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()}
+    found = [pid]
+    for one in found:
+        found += [each for each, status in everyone.items() if status is not None and status[1] == one]
+    return found[1:]
+
+
+def _started(demo, least):
+    """Wait until the demo has started that many processes and return their ids."""
+    for _ in range(900):
+        found = _descendants(demo.pid)
+        if len(found) >= least:
             return found
-        time.sleep(0.1)
-    raise AssertionError("the demo started no ranks")
+        time.sleep(0.2)
+    demo.kill()
+    raise AssertionError(f"the demo started only {found}")
 
 
 def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
-        return False
+    status = _status(pid)
+    return status is not None and status[0] != "Z"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
@@ -129,12 +145,12 @@ def test_ranks_never_outlive_the_demo(number, tmp_path):
     line = [sys.executable, "-m", "pp_free_warmup", "demo", "--simulate-jit", "60"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as demo:
-        ranks = _children(demo)
+        ranks = _started(demo, least=3)  # both ranks, and the process that they are forked from
         demo.send_signal(number)
         assert demo.wait(timeout=60) != 0
     deadline = time.monotonic() + 120
     while any(map(_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.2)
 
-    assert [rank for rank in ranks if _alive(rank)] == []
+    assert [each for each in ranks if _alive(each)] == []
     assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []

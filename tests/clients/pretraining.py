@@ -25,13 +25,48 @@ from megatron.core.utils import get_attr_wrapped_model
 from pp_free_warmup import add_warmup_args, in_warmup, pipeline_warmup, warm_first_call
 from pp_free_warmup.testing import pretrain_on_cpu
 
-COMMON = """
-    --distributed-backend gloo --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 127
-    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --log-interval 1
-    --num-workers 0 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
-    --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --use-cpu-initialization
-""".split()
+COMMON = [
+    "--distributed-backend",
+    "gloo",
+    "--transformer-impl",
+    "local",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "127",
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "1e-3",
+    "--min-lr",
+    "1e-4",
+    "--lr-decay-style",
+    "constant",
+    "--log-interval",
+    "1",
+    "--num-workers",
+    "0",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+    "--use-cpu-initialization",
+]
 PRINTED = re.compile(r"(lm loss value|lm loss|grad norm): ([-+.0-9E]+|nan)")
 
 

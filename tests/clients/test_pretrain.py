@@ -52,9 +52,7 @@ def test_every_switch_gives_the_numbers_of_a_run_without_a_warmup(layout):
         assert _traces(seen) == _traces(cold)
         assert [rank.passes for rank in seen] == [chunks] * ranks
     assert [rank.passes for rank in cold] == [0] * ranks
-    assert [rank.first for seen in warmed for rank in seen] == (
-        [0] * 2 * ranks + [2 * microbatches * chunks] * ranks
-    )
+    assert [rank.first for seen in warmed for rank in seen] == ([0] * 2 * ranks + [2 * microbatches * chunks] * ranks)
     assert all(len(rank.trace.inputs) == off.iterations * microbatches * chunks for rank in cold)
     assert len(set(cold[-1].trace.losses)) == off.iterations * microbatches
     assert len([name for name, _ in cold[-1].trace.printed if name == "lm loss"]) == off.iterations

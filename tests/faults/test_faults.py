@@ -71,6 +71,8 @@ def _names(trial: Trial, ending: Ending) -> bool:
     result = _result(ending)
     if trial.fault in OUTCOMES:
         return (result.error, result.outcome) == ("", OUTCOMES[trial.fault](trial))
+    if result.error == "Injected":  # the rank's own error, at a point where nothing of ours is around it
+        return trial.fault == "raise"
     named = any(f"rank {rank}" in result.text for rank in trial.ranks)
     cause = any(cause in result.text for cause in CAUSES[trial.fault])
     return result.error in ERRORS and named and cause
@@ -92,4 +94,4 @@ CAUSES = {
     "exhaust": ("StopIteration", "no batch"),
     "kill": ("lost",),
 }
-ERRORS = ("WarmupFailed", "RankSilent", "RestoreFailed", "Injected")
+ERRORS = ("WarmupFailed", "RankSilent", "RestoreFailed")

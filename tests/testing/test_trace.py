@@ -48,7 +48,10 @@ TRACES: dict[str, tuple[Callable[[Counted], Any], str]] = {
     "gradient": (lambda model: model.weight.sum().backward(), "chunk0.weight.grad"),
     "main_grad": (lambda model: model.weight.main_grad.add_(1), "chunk0.weight.main_grad"),
     "another main_grad": (_replace_main_grad, "chunk0.weight.main_grad"),
-    "parameter's flag": (lambda model: setattr(model.weight, "grad_added_to_main_grad", True), "chunk0.weight.grad_added"),
+    "parameter's flag": (
+        lambda model: setattr(model.weight, "grad_added_to_main_grad", True),
+        "chunk0.weight.grad_added",
+    ),
     "buffer": (lambda model: model.seen.add_(1), "chunk0.seen"),
     "another buffer": (_replace_buffer, "chunk0.seen"),
     "plain field": (lambda model: setattr(model, "calls", 1), "chunk0.calls"),
@@ -134,7 +137,6 @@ def test_the_cuda_generator_is_compared() -> None:
         torch.nn.functional.dropout(torch.ones(4))
 
 
-
 @ranks(2)
 def test_megatrons_state_is_found_wherever_it_lives() -> None:
     """A real schedule call shows in gradients, buckets, loss trackers, the tracker's states and the stage's input."""
@@ -148,7 +150,12 @@ def test_megatrons_state_is_found_wherever_it_lives() -> None:
         get_forward_backward_func()(**training.schedule_arguments())
     found = str(failure.value)
 
-    everywhere = ["main_grad", "buffers[0].grad_data", "_CUDA_RNG_STATE_TRACKER.states_['model-parallel-rng']", "random.cuda0"]
+    everywhere = [
+        "main_grad",
+        "buffers[0].grad_data",
+        "_CUDA_RNG_STATE_TRACKER.states_['model-parallel-rng']",
+        "random.cuda0",
+    ]
     last = ["MTPLossLoggingHelper.tracker", "decoder.input_tensor"]
     assert [path for path in everywhere + last * dist.get_rank() if path not in found] == []
 
