@@ -67,10 +67,8 @@ def pipeline_warmup(
     Raises:
         UnsupportedSetup: An argument is not of the kind described.
     """
-    switches = Options(
-        enabled, channels, extra_guards, timeout, on_unsupported, verify, shapes, single_flight, report_to
-    )
-    return PipelineWarmup(model, switches, optimizer)
+    given = Options(enabled, channels, extra_guards, timeout, on_unsupported, verify, shapes, single_flight, report_to)
+    return PipelineWarmup(model, given, optimizer)
 
 
 class PipelineWarmup:

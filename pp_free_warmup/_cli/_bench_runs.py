@@ -25,7 +25,7 @@ ENVIRONMENT = {
 }
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 COLD, WARM = "cold", "warm"
-ERROR_KEPT = 6000
+ERROR_KEPT = 20_000
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Turn:
 
     @property
     def folder(self) -> str:
-        """Where its compile caches lie."""
+        """Where its compile caches lie; no spaces, which Inductor's call of g++ does not survive."""
         number = self.number if self.caches == COLD else 1
-        return f"{self.case.name}/{'with' if self.warmed else 'without'}{self.probe} {number}"
+        return f"{self.case.name}/{'with' if self.warmed else 'without'}{self.probe}-{number}"
 
     def title(self) -> str:
         """Name it in one line."""
@@ -114,7 +114,7 @@ class Conditions:
     def environment(self, turn: Turn) -> dict[str, str]:
         """Return what the ranks of *turn* find in their environment."""
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
-        folder = f"{self.root}/{turn.folder}/{'all' if self.shared else 'rank {rank}'}"
+        folder = f"{self.root}/{turn.folder}/{'all' if self.shared else 'rank{rank}'}"
         return {**hidden, **ENVIRONMENT, **{name: f"{folder}/{cache}" for name, cache in CACHES.items()}}
 
 
@@ -159,7 +159,7 @@ def _run(turn: Turn, conditions: Conditions, pool: RankPool) -> dict[str, Any]:
             probe=turn.probe,
         )
     except RanksFailed as failure:
-        result["error"] = str(failure)[-ERROR_KEPT:]
+        result["error"] = str(failure)[:ERROR_KEPT]
     finally:
         _end(pool)
     return {**result, "wall_s": round(time.monotonic() - began, 2)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -163,13 +164,23 @@ def _differences(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _line(result: dict[str, Any]) -> str:
-    """Say in one line how a run went; of an error its end, which names it."""
+    """Say in one line how a run went."""
     from pp_free_warmup._cli._bench_results import first_s
 
     what = f"{result['case']}, {result['caches']} caches, {'with' if result['warmed'] else 'without'}"
     what += f" #{result['number']}{', ' + result['probe'] if 'probe' in result else ''}"
-    told = f"FAILED: {result['error'][-1500:]}" if "error" in result else f"first {first_s(result):.2f} s"
+    told = f"FAILED: {_names_of_errors(result['error'])}" if "error" in result else f"first {first_s(result):.2f} s"
     return f"{what}: {told} (wall {result['wall_s']:.1f} s)"
+
+
+def _names_of_errors(text: str) -> str:
+    """Pick from the ranks' tracebacks the lines that name an error, or a rank that died or hangs."""
+    named = re.findall(
+        r"^(?:[\w.]*(?:Error|Failed|Exception|Silent)\b.*|.*process of this rank died.*|Rank \d+: .*)",
+        text,
+        re.MULTILINE,
+    )
+    return "; ".join(named[:8]) or text[-200:]
 
 
 def _spread(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:

@@ -93,7 +93,11 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     progress.say(plan.title())
     _check_device(plan, refuse)
     with _terminated_as_interrupted():
-        return _compare(plan, arguments, progress)
+        try:
+            return _compare(plan, arguments, progress)
+        except KeyboardInterrupt:
+            progress.say("interrupted; the ranks are ended")
+            return 128 + signal.SIGINT
 
 
 def _compare(plan: Plan, arguments: argparse.Namespace, progress: Progress) -> int:

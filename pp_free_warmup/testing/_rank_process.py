@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -40,6 +41,7 @@ class Worker:
     connection: Connection
     folder: tempfile.TemporaryDirectory[str] = field(repr=False)
     _process: subprocess.Popen[bytes] | None = None
+    _template: Template | None = None
 
     @classmethod
     def start(cls, environment: Mapping[str, str]) -> Worker:
@@ -51,13 +53,18 @@ class Worker:
         folder = tempfile.TemporaryDirectory(prefix="ranks-")
         ours, theirs = Pipe()
         own = {name: value.format(folder=folder.name) for name, value in environment.items()}
-        try:
+        with theirs, ExitStack() as unless_started:
+            unless_started.callback(folder.cleanup)
+            unless_started.callback(ours.close)
             if environment.get("CUDA_VISIBLE_DEVICES") == "":
-                return cls(_template().fork(theirs.fileno(), folder.name, own), ours, folder)
-            process = _python("_rank_worker", theirs.fileno(), own, Path(folder.name, "printed"))
-            return cls(process.pid, ours, folder, process)
-        finally:
-            theirs.close()
+                template = _template()
+                pid = template.fork(theirs.fileno(), folder.name, own)
+                worker = cls(pid, ours, folder, _template=template)
+            else:
+                process = _python("_rank_worker", theirs.fileno(), own, Path(folder.name, "printed"))
+                worker = cls(process.pid, ours, folder, process)
+            unless_started.pop_all()
+            return worker
 
     @property
     def printed(self) -> str:
@@ -99,6 +106,8 @@ class Worker:
             return self._process.wait(END)
         ended, deadline = Path(self.folder.name, "ended"), time.monotonic() + END
         while not (ended.exists() and ended.read_text()):
+            if self._template is None or self._template.is_gone():
+                return -signal.SIGKILL  # nobody is left who would know better
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank process {self.pid} was killed and is still there after {END:.0f} s")
             time.sleep(0.01)
@@ -133,12 +142,30 @@ class Template:
     def fork(self, descriptor: int, folder: str, environment: Mapping[str, str]) -> int:
         """Fork a rank that takes jobs from *descriptor*, and return its process id."""
         message = json.dumps([folder, dict(environment)]).encode()
-        socket.send_fds(self._requests, [message], [descriptor])
-        answer = self._requests.recv(64)
+        try:
+            socket.send_fds(self._requests, [message], [descriptor])
+            answer = self._requests.recv(64)
+        except BaseException:
+            # A late answer would be taken for that to the next request.
+            self.stop()
+            raise
         if not answer:
             printed = Path(self._folder.name, "printed").read_text(errors="replace")
+            self.stop()
             raise RuntimeError(f"The process that ranks are forked from ended:\n{printed[-4000:]}")
         return int(answer)
+
+    def is_gone(self) -> bool:
+        """Tell whether the process has ended."""
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        """End the process, so that the next rank is forked from a new one."""
+        _templates.clear()
+        self._requests.close()
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
 
 
 _templates: list[Template] = []
@@ -149,3 +176,9 @@ def _template() -> Template:
     if not _templates:
         _templates.append(Template())
     return _templates[0]
+
+
+@atexit.register  # at import, and so after the pools, whose processes the template still waits for
+def _stop_template() -> None:
+    while _templates:
+        _templates[0].stop()

@@ -27,6 +27,9 @@ REFUSED = {
     "other caches": (["demo", "--caches", "none"], "argument --caches: invalid choice: 'none'"),
     "another format": (["demo", "--picture", "step.gif"], "--picture step.gif: the name must end in .png or .svg"),
     "a lost folder": (["demo", "--picture", "no/where.svg"], "--picture no/where.svg: there is no folder no"),
+    "no such case": (["bench", "--device", "cpu", "--only", "fp4"], "--only fp4: can be local-bf16"),
+    "one steady step": (["bench", "--steady", "1"], "argument --steady: '1' is no whole number from 2 on"),
+    "too few GPUs for the bench": (["bench", "--pp", "4096"], "--device cuda with 4096 stages of 1 ranks: torch sees"),
     "too few GPUs": (["demo", "--device", "cuda", "--pp", "4096"], "--device cuda --pp 4096 needs 4096 GPUs"),
 }
 
@@ -53,7 +56,9 @@ def test_the_version_is_the_packages(capsys):
     assert capsys.readouterr().out.strip() == __version__
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["doctor", "--help"]], ids=" ".join
+)
 def test_help_is_light(arguments):
     """Help is printed without importing torch or Megatron."""
     code = f"""

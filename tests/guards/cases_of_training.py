@@ -137,10 +137,10 @@ def _gathering_ddp_call(stack):
 
 
 def _train(ddp):
-    """Run one forward and backward with its reduction."""
-    ddp.zero_grad_buffer()
+    """Run one step: forward, backward, reduction; then be ready for the next one."""
     ddp(torch.ones(1, 2)).sum().backward()
     ddp.finish_grad_sync()
+    ddp.zero_grad_buffer()
 
 
 def _buckets(call):
@@ -172,9 +172,11 @@ def _backward_without_no_sync(call):
     ddp(torch.ones(1, 2))
     for group in ddp.bucket_groups:
         group.is_last_microbatch = True
-        group.register_grad_ready(next(iter(group.params)))
+        registered = vars(group).get("params_with_grad", ())  # up to 0.15, where each may register once
+        group.register_grad_ready(next(p for p in group.params if p not in registered))
         group.is_last_microbatch = False
-        group.is_first_batch = not vars(group).get("is_first_batch")
+        if "is_first_batch" in vars(group):
+            group.is_first_batch = not group.is_first_batch
 
 
 # --- buffers ---

@@ -24,7 +24,7 @@ from pp_free_warmup.testing.parity import (
     record,
 )
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 20
 COLD_STEPS = 4
@@ -163,4 +163,4 @@ def _assert_equal(which: str, run: list[Any], other: list[Any]) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_warmed_run_equals_a_cold_one(name: str) -> None:
     """Twenty steps agree to the bit, the warmup having really run; first, two cold runs agree."""
-    run_on_ranks(compare, RUNS[name].n, name, timeout=150)
+    run_on_ranks(compare, RUNS[name].n, name, timeout=300)
