@@ -12,6 +12,7 @@ import atexit
 import faulthandler
 import os
 import pickle
+import random
 import select
 import signal
 import socket
@@ -217,6 +218,7 @@ def _outcome(trial: Trial, rank: int, place: str) -> Ending:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     began = time.monotonic()
     try:
+        random.seed(1234)  # which a fork seeds anew
         torch.manual_seed(1234)
         with cuda_on_cpu():
             function: Any = __import__(trial.module)

@@ -138,6 +138,7 @@ class Ballot:
         self._watcher = watcher
         watcher.start()
         try:
+            self._show_sign()
             yield
         except WarmupError:
             raise
@@ -166,6 +167,12 @@ class Ballot:
         if self._meeting.early() is not None:
             return ""
         return "".join(f"; rank {rank} is lost" for rank in gone(self._mailbox, self._peers, 3 * self._pace.sign))
+
+    def _show_sign(self) -> None:
+        try:
+            self._heart.beat()
+        except StoreLost as lost:
+            raise _store_lost(lost) from lost
 
     def _take_sign_away(self) -> None:
         try:

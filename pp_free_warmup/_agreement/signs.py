@@ -69,7 +69,7 @@ class Heart:
         self._beats = 0
         self._last = -period
         self._moves = 0
-        self._at: tuple[str, int] = ("", 0)
+        self._at: tuple[str, int] = ("before the first vote", 0)
 
     def tell(self, phase: str, progress: int = 0) -> None:
         """Note what this rank does now; published with the next sign."""

@@ -65,12 +65,12 @@ class StepRecord:
 
     Attributes:
         losses: What the schedule returned: one entry per microbatch on the last stage, else none.
-        grad_norm: The gradient norm before clipping.
+        grad_norm: The gradient norm before clipping; None where a loss scale overflowed.
         updated: Whether the optimizer took the step.
     """
 
     losses: list[dict[str, torch.Tensor]]
-    grad_norm: float
+    grad_norm: float | None
     updated: bool
 
 
@@ -129,7 +129,7 @@ class Training:
         self.zero_grad()
         losses = schedule(**self.schedule_arguments())
         updated, norm, _ = self.optimizer.step()
-        return StepRecord(losses, float(norm), bool(updated))
+        return StepRecord(losses, None if norm is None else float(norm), bool(updated))
 
     def zero_grad(self) -> None:
         """Zero all gradients, as a trainer does before each step."""

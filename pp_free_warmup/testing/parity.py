@@ -106,7 +106,7 @@ def _finished_step(training: Training, activations: recording.Activations, losse
     """Write down what the schedule left, take the optimizer's step, and write down what that left."""
     fields = recording.loss_fields(losses) | recording.gradient_fields(training.chunks)
     _, norm, _ = training.optimizer.step()
-    fields |= {"grad_norm": float(norm).hex(), **activations.taken()}
+    fields |= {"grad_norm": "none" if norm is None else float(norm).hex(), **activations.taken()}
     fields |= recording.model_fields(training.chunks) | recording.global_fields()
     if whole:
         fields |= recording.whole_fields(training.chunks, training.optimizer)

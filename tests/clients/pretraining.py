@@ -159,7 +159,7 @@ class Watch:
             )
         tokens = mask.sum().clone().detach().to(torch.int)
         if not in_warmup():
-            self.seen.trace.losses.append(float(loss).hex())
+            self.seen.trace.losses.append(loss.item().hex())
         return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
 
     def _note(self, model: Any, tokens: Any) -> None:

@@ -59,9 +59,10 @@ def test_rng_is_missed_by_the_first_loss(guarded, stack):
 def test_gradients_are_missed_by_the_first_steps_gradients(guarded, stack):
     """The pass's gradients would be added to those of the step; gradients accumulated before stay."""
     call = ddp_call(stack)
-    accumulated = trained(call)
-    with during(guards.gradients, call, guarded), call.chunks[0].no_sync():
-        trained(call)
+    with call.chunks[0].no_sync():
+        accumulated = trained(call)
+        with during(guards.gradients, call, guarded):
+            trained(call)
 
     expected = [(2 * torch.tensor(grad)).tolist() for grad in accumulated]
     assert (trained(call) == expected) == guarded
