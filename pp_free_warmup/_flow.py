@@ -43,6 +43,7 @@ class Flow:
         self._stopwatch = Stopwatch()
         self._batches = Batches(call)
         self._ballot = Ballot(call.groups.pipeline, call.groups.stage, options.timeout)
+        self._transfers: list[None] = []
         self.decision: Decision | None = None
 
     @property
@@ -124,22 +125,22 @@ class Flow:
                 stages,
                 self._kind,
             )
-        with self._stopwatch.measure("pass"), ledger.passing():
+        with self._stopwatch.measure("pass"), ledger.passing(), megatron.transfers_counted() as self._transfers:
             run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
-        opened, trouble = ChannelReport(), ""
+        opened, trouble = ChannelReport(), None
         try:
             if self._options.channels is not None:
                 self._ballot.tell("opening channels")
                 with self._stopwatch.measure("channels"):
                     opened = prime(self._call, everything=self._options.channels == "all")
         except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised on all of them
-            trouble = describe(error)
-        word = Word.FAILED if trouble else Word.GO
-        stages = self._ballot.vote(word, trouble, self._stopwatch.seconds)
+            trouble = error
+        word = Word.GO if trouble is None else Word.FAILED
+        stages = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
         if stages.word is Word.FAILED:
-            raise self._failure(stages, "open its channels")
+            raise self._failure(stages, "open its channels") from trouble
         self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(self._call.keywords))))
         report = WarmupReport(
             outcome="warmed" if decision.word is Word.GO else "primed",
@@ -148,6 +149,7 @@ class Flow:
             total_s=self._stopwatch.total,
             channels=dict(opened.seconds),
             opened=opened.opened,
+            transfers_in_pass=len(self._transfers),
             stages=tuple(map(_stage_report, range(len(stages.stages)), stages.stages)),
         )
         if self.speaks:

@@ -79,6 +79,8 @@ class WarmupReport:
         stages: Every stage's phases; empty when nothing ran.
         channels: Seconds per channel that was gone through after the pass, on this rank.
         opened: Those of them that this library had not opened before.
+        transfers_in_pass: How often this rank sent to or received from a neighbouring stage during its local
+            pass: never, so no stage waited there for another.
     """
 
     outcome: str
@@ -89,6 +91,7 @@ class WarmupReport:
     stages: tuple[StageReport, ...] = ()
     channels: dict[str, float] = field(default_factory=dict)
     opened: tuple[str, ...] = ()
+    transfers_in_pass: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and floats.

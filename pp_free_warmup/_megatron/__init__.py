@@ -5,7 +5,7 @@ Each file here knows one side of it, and says for which releases.
 
 from __future__ import annotations
 
-from pp_free_warmup._megatron.channels import communicator_of, exchange, reduction_groups
+from pp_free_warmup._megatron.channels import communicator_of, exchange, reduction_groups, transfers_counted
 from pp_free_warmup._megatron.contract import check_contract
 from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
 from pp_free_warmup._megatron.features import (
@@ -133,6 +133,7 @@ __all__ = [
     "student_logits_are_captured",
     "timer_records",
     "timers_in_use",
+    "transfers_counted",
     "unwrapped",
     "with_fused_parts",
     "without_gradient_sync",

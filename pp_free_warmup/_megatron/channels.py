@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from pp_free_warmup._megatron.groups import Groups
+from pp_free_warmup._undo import swapped
 
 # Three numbers, because the shape exchange of variable_seq_lengths and mtp_standalone sends exactly three.
 SHAPE = (1, 1, 1)
@@ -42,6 +44,23 @@ def exchange(communicator: Any, *, forward: bool, wraps: bool) -> None:
         recv_next=not forward and after,
         tensor_shape=SHAPE,
     )
+
+
+@contextmanager
+def transfers_counted() -> Iterator[list[None]]:
+    """Collect one entry for each exchange with a neighbour during the block, whoever asks for it.
+
+    All of the pipeline's sends and receives go through `_communicate` (0.14 to 0.19).
+    """
+    own = P2PCommunicator._communicate
+    counted: list[None] = []
+
+    def counting(communicator: Any, **asked: Any) -> Any:
+        counted.append(None)
+        return own(communicator, **asked)
+
+    with swapped(P2PCommunicator, "_communicate", counting):
+        yield counted
 
 
 Getter = Callable[..., Any]

@@ -15,10 +15,9 @@ def fused_operations(call: ScheduleCall) -> Iterator[None]:
     """Let the real forward build the fused form of a layer.
 
     Changed by: the first forward of a layer under ``use_transformer_engine_op_fuser``. It copies the
-        hooks that are on the layer at that moment, so one built in the pass would lack every
-        hook that the pass runs without.
+        hooks that are on the layer at that moment, for good.
     Put back by: the old tuple, or None.
-    Missed by: a run with ``overlap_param_gather``, whose fused layers would never wait for a gather.
+    Missed by: hooks that the trainer puts on or takes off between the pass and the first real forward.
     """
     with ExitStack() as kept:
         for module, name in list(megatron.fused_operations(call.modules())):

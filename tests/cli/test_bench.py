@@ -50,6 +50,7 @@ def test_with_and_without_alternate():
     cold = [(turn.warmed, turn.number) for turn in turns if turn.caches == "cold"]
 
     assert cold == [(False, 1), (True, 1), (False, 2), (True, 2), (False, 3), (True, 3)]
+    assert not any(" " in turn.folder for turn in turns)  # Inductor's call of g++ does not survive one
     assert len({turn.folder for turn in turns if turn.caches == "cold"}) == 6
     assert {turn.folder for turn in turns if turn.caches == "warm"} == {turn.folder for turn in turns[:2]}
 

@@ -97,7 +97,7 @@ def test_a_checkpoint_is_resumed_and_the_model_warmed_again(layout, tmp_path):
         folder = str(tmp_path / switch)
         common = (*arguments, *NO_EVALUATION, "--ckpt-format", "torch")  # the default one wants psutil
         jobs.append(Job((*common, "--save", folder, "--save-interval", "3"), switch, iterations=3))
-        jobs.append(Job((*common, "--load", folder), switch, iterations=6))
+        jobs.append(Job((*common, "--load", folder, "--override-opt_param-scheduler"), switch, iterations=6))
     saved, resumed, saved_warmed, resumed_warmed = _on(ranks, *jobs)
 
     assert _traces(saved_warmed) == _traces(saved)
