@@ -22,6 +22,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -89,13 +91,30 @@ def run_forked(
         _servers.append(_start())
         atexit.register(_stop)
     path = tuple(sys.path)
-    trial = Trial(function.__module__, function.__qualname__, arguments, ranks, store, group_timeout, deadline, path)
+    module = function.__module__ if function.__module__ != "__main__" else Path(function.__code__.co_filename).stem
+    trial = Trial(module, function.__qualname__, arguments, ranks, store, group_timeout, deadline, path)
     server = _servers[0]
     _put(server.stdin, trial)
     return _get(server.stdout)
 
 
 _servers: list[subprocess.Popen[bytes]] = []
+
+
+@contextmanager
+def groups_that_wait(seconds: float) -> Iterator[None]:
+    """Give the process groups made in the block a timeout of *seconds* (Megatron gives its own 30 minutes)."""
+    import torch.distributed as dist
+
+    from pp_free_warmup._undo import swapped
+
+    own = dist.new_group
+
+    def new_group(*arguments: Any, **keywords: Any) -> Any:
+        return own(*arguments, **{**keywords, "timeout": timedelta(seconds=seconds)})
+
+    with swapped(dist, "new_group", new_group):
+        yield
 
 
 def _start() -> subprocess.Popen[bytes]:

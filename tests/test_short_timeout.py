@@ -1,4 +1,4 @@
-"""A process group's timeout may be shorter than the whole pipeline's compile time: the warmup lives, the bare run dies."""
+"""With a timeout shorter than the compile time of all stages together the bare run dies and the warmed one lives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from forked import run_forked
+from forked import groups_that_wait, run_forked
 
 from pp_free_warmup import pipeline_warmup
 from pp_free_warmup.testing import models
@@ -21,7 +21,8 @@ SMALL = Layout(pp=STAGES, layers=STAGES, hidden=16, heads=2, seq=8, vocab=32, mi
 
 def first_step(warmed: bool) -> tuple[str, float]:
     """Take a first step whose first forward and backward on each stage sleep as a compiler works."""
-    training = models.build(SMALL)
+    with groups_that_wait(TIMEOUT):
+        training = models.build(SMALL)
     compiled: set[str] = set()
 
     def compile_once(what: str) -> None:
@@ -48,8 +49,8 @@ def first_step(warmed: bool) -> tuple[str, float]:
 @pytest.mark.ranks
 def test_a_short_timeout_ends_the_bare_run_and_not_the_warmed_one():
     """Four stages that compile for 2 s each die under a timeout of 5 s, and pass it warmed."""
-    bare = run_forked(first_step, STAGES, False, group_timeout=TIMEOUT)
-    warmed = run_forked(first_step, STAGES, True, group_timeout=TIMEOUT)
+    bare = run_forked(first_step, STAGES, False)
+    warmed = run_forked(first_step, STAGES, True)
 
     assert "Timed out" in bare[-1].text or "timeout" in bare[-1].text.lower(), bare[-1]
     assert {ending.kind for ending in bare} == {"raised"}

@@ -42,7 +42,7 @@ def train(plan: Plan, *, warmed: bool, notes: str) -> RankRecord:
     note.write_text("builds the model")
     training = build(plan.layout())
     note.write_text("waits")
-    timeline, activations = Timeline(training.chunks, note.write_text), Activations()
+    timeline, activations = Timeline(training.chunks, note.write_text), Activations("Layer")
     block: Any = (
         pipeline_warmup(training.chunks, training.optimizer, on_unsupported="raise") if warmed else nullcontext()
     )

@@ -24,9 +24,13 @@ class Activations:
     """One running hash per module of everything that its forward returned, microbatch by microbatch.
 
     What the warmup's own pass computes is left out.
+
+    Args:
+        kinds: Watch only modules whose class name ends with this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: str = "") -> None:
+        self._kinds = kinds
         self._hashes: dict[str, Any] = {}
 
     @contextmanager
@@ -36,6 +40,7 @@ class Activations:
             module.register_forward_hook(self._hook(f"chunk{number}.{name}"))
             for number, chunk in enumerate(chunks)
             for name, module in chunk.named_modules()
+            if type(module).__name__.endswith(self._kinds)
         ]
         try:
             yield

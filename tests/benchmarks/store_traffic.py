@@ -44,12 +44,14 @@ def votes(stages: int, apart: float) -> tuple[str, Counter[str], int, list[float
     Mailbox._ask = staticmethod(counting)  # type: ignore[method-assign]
     ballot = Ballot(columns[rank % width], (rows[rank // width],), 600.0)
     asked.clear()
-    for _ in range(VOTES):
-        dist.barrier()
-        time.sleep(apart * rank)
-        began = time.perf_counter()
-        ballot.vote(Word.GO, detail=SECONDS)
-        times.append(time.perf_counter() - began)
+    carried[0] = 0
+    with ballot.watching():
+        for _ in range(VOTES):
+            dist.barrier()
+            time.sleep(apart * rank)
+            began = time.perf_counter()
+            ballot.vote(Word.GO, detail=SECONDS)
+            times.append(time.perf_counter() - began)
     role = ["member", "stage's first rank", "pipeline's first rank"][(rank % width == 0) + (rank == 0)]
     return role, asked, carried[0], times
 

@@ -104,7 +104,8 @@ def test_a_checkpoint_is_resumed_and_the_model_warmed_again(layout, tmp_path):
     assert _traces(resumed_warmed) == _traces(resumed)
     assert saved[0].trace.final != resumed[0].trace.final
     assert len([name for name, _ in resumed[-1].trace.printed if name == "lm loss"]) == 3
-    assert [rank.passes for rank in (*saved_warmed, *resumed_warmed)] == [1] * 2 * ranks
+    passes = 2 if "vp2" in layout else 1  # one per chunk
+    assert [rank.passes for rank in (*saved_warmed, *resumed_warmed)] == [passes] * 2 * ranks
 
 
 def test_the_comparison_can_fail():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import groups_that_wait
 from trials import Trial
 
 from pp_free_warmup import _channels, in_warmup, pipeline_warmup
@@ -64,7 +65,8 @@ class Result:
 
 def on_rank(trial: Trial, twins: str) -> Result:
     """Run one trial on this rank; *twins* is where the runs without a warmup left their states."""
-    training = models.build(LAYOUTS[trial.layout][1])
+    with groups_that_wait(GROUP):
+        training = models.build(LAYOUTS[trial.layout][1])
     before = observed(training.chunks, training.optimizer).fields
     dist.barrier()
     began = time.monotonic()

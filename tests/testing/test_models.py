@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +156,19 @@ def test_token_loss_is_the_sum_over_unmasked_tokens() -> None:
     assert torch.equal(total, (losses * mask).sum())
     assert tokens.item() == 3
     assert torch.equal(logged["lm loss"], torch.stack([total, torch.tensor(3.0)]))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_fused_functions_are_compiled_for_real() -> None:
+    """With ``jit`` Inductor compiles Megatron's fused functions, into caches of each rank's own."""
+    compiled = run_on_ranks(_compiled, 2, fresh=True, jit=True, timeout=280)
+
+    assert all(files > 0 for files in compiled)
+    assert run_on_ranks(_compiled, 2, fresh=True) == [0, 0]
+
+
+def _compiled() -> int:
+    """Train a step and count the files in this rank's compile cache."""
+    build(Layout(layers=2)).step()
+    return sum(path.is_file() for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*"))
