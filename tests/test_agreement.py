@@ -147,31 +147,31 @@ def test_lines_are_added_in_order_and_forgotten(store):
 def test_a_rank_that_gives_signs_is_not_silent():
     """Only an unchanged sign makes a rank lost, and the text says what it did last."""
     mailbox = Mailbox(dist.HashStore())
-    heart, signs = Heart(mailbox, 7, 0, 0.0), Signs(mailbox, timeout=0.2, period=0.0)
+    heart, signs = Heart(mailbox, 7, 0.0), Signs(mailbox, timeout=0.2, period=0.0)
     heart.tell("forward of chunk 0")
     for _ in range(4):
         heart.move()
         heart.beat()
-        signs.look({7: 0})
+        signs.look([7])
         time.sleep(0.1)
-    assert signs.silent({7: 0}) == {}
+    assert signs.silent([7]) == {}
 
     time.sleep(0.2)
-    signs.look({7: 0})
-    assert "rank 7 is lost" in signs.silent({7: 0})[7]
-    assert "forward of chunk 0" in signs.silent({7: 0})[7]
+    signs.look([7])
+    assert "rank 7 is lost" in signs.silent([7])[7]
+    assert "forward of chunk 0" in signs.silent([7])[7]
 
 
 def test_a_rank_that_lives_and_makes_no_progress_is_named_after_longer():
     """A sign that changes without progress counts as silence after six timeouts."""
     mailbox = Mailbox(dist.HashStore())
-    heart, signs = Heart(mailbox, 7, 0, 0.0), Signs(mailbox, timeout=0.1, period=0.0)
+    heart, signs = Heart(mailbox, 7, 0.0), Signs(mailbox, timeout=0.1, period=0.0)
     heart.tell("a long kernel")
     began, silent = time.monotonic(), {}
     while not silent and time.monotonic() - began < 5:
         heart.beat()
-        signs.look({7: 0})
-        silent = signs.silent({7: 0})
+        signs.look([7])
+        silent = signs.silent([7])
         time.sleep(0.02)
 
     assert time.monotonic() - began >= 0.6
@@ -182,11 +182,11 @@ def test_a_rank_that_lives_and_makes_no_progress_is_named_after_longer():
 def test_a_rank_that_never_came_is_told_from_a_lost_one():
     """A rank without any sign never came to the call."""
     signs = Signs(Mailbox(dist.HashStore()), timeout=0.0, period=0.0)
-    signs.look({3: 0})
+    signs.look([3])
     time.sleep(0.01)
-    signs.look({3: 0})
+    signs.look([3])
 
-    assert "rank 3 never came to this call" in signs.silent({3: 0})[3]
+    assert "rank 3 never came to this call" in signs.silent([3])[3]
 
 
 def test_questions_become_rarer_and_scale_with_the_ranks():
@@ -318,6 +318,8 @@ def test_stages_ordered_differently_are_refused() -> None:
     rank = dist.get_rank()
     stage = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     crossing = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank in (1, 2)]
+    if rank >= 2:
+        time.sleep(2.0)  # by then the others are gone
 
     decision = Ballot(crossing, (stage,), timeout=LONG).vote(GO)
     assert decision.word is REFUSE
@@ -454,25 +456,28 @@ def test_a_silent_rank_is_named_on_all_and_obeys_when_it_comes(who):
     assert all(seconds < 2.0 + 5.0 for _, seconds in said)
 
 
-def killed_in_pass(who: int, timeout: float) -> None:
-    """Kill *who* between two votes."""
+def killed_in_pass(who: int, timeout: float) -> tuple[str, float]:
+    """Kill *who* between two votes; return the others' error and the seconds that it took to come."""
     ballot = Ballot(*grid(2), timeout=timeout)
-    with ballot.watching():
+    with pytest.raises(RankSilent) as silent, ballot.watching():
         ballot.vote(GO)
         ballot.tell("forward of chunk 0")
         time.sleep(0.6)
         if dist.get_rank() == who:
             os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
         ballot.vote(GO)
+    return silent.value.found, time.monotonic() - began
 
 
 def named(endings: list[Ending], who: int, words: str) -> None:
     """Check that all ranks but *who* raised RankSilent with *words*, in time."""
     for rank, ending in enumerate(endings):
         if rank != who:
-            assert (ending.kind, ending.value) == ("raised", "RankSilent"), ending.text
-            assert words in ending.text
-            assert ending.seconds < 9.0
+            assert ending.kind == "returned", ending.text
+            found, seconds = ending.value
+            assert words in found
+            assert seconds < 2.0 + 5.0
 
 
 @pytest.mark.ranks
@@ -484,7 +489,7 @@ def test_a_killed_rank_is_lost(who, store):
 
     assert endings[who].kind == "killed"
     named(endings, who, f"rank {who} is lost: no sign of life for")
-    assert "last seen in 'forward of chunk 0'" in endings[3].text
+    assert "last seen in 'forward of chunk 0'" in endings[3].value[0]
 
 
 @pytest.mark.ranks
@@ -493,8 +498,7 @@ def test_a_killed_host_of_the_store_is_named():
     endings = run_forked(killed_in_pass, 4, 0, 2.0, store="rank0")
 
     assert endings[0].kind == "killed"
-    named(endings, 0, "the process that serves the key-value store is lost")
-    assert "global rank 0" in endings[1].text
+    named(endings, 0, "expected an answer from the store (global rank 0")
 
 
 def stuck_in_pass(timeout: float) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pp_free_warmup
 from pp_free_warmup import errors
@@ -87,7 +88,8 @@ def test_every_refusal_is_described():
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
 def test_docstring_examples_hold(name):
     """Every example in a docstring gives what it says."""
-    assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
+    module = importlib.import_module(name)
+    assert doctest.testmod(module, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS).failed == 0
 
 
 @pytest.mark.ranks

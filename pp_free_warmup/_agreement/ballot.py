@@ -44,6 +44,7 @@ class Ballot:
 
     Raises:
         UnsupportedSetup: The process groups have no store.
+        RankSilent: The store does not answer.
 
     Example:
         On every rank::
@@ -57,13 +58,15 @@ class Ballot:
 
     def __init__(self, pipeline: Any, stage: Sequence[Any], timeout: float | None = None) -> None:
         rank = dist.get_rank()
-        self._mailbox = Mailbox.of_world()
+        with _store_answers():
+            self._mailbox = Mailbox.of_world()
         groups = [megatron.inner_group(group) for group in (*stage, pipeline) if group is pipeline or group.size() > 1]
         self._timeout = timeout_of(groups[-1]) if timeout is None else timeout
         self._pace = Pace(self._timeout, math.prod(group.size() for group in groups))
         self._peers = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)} - {rank})
-        halls = _halls(groups, self._mailbox, rank)
-        self._heart = Heart(self._mailbox, rank, len(halls) - 1, self._pace.sign)
+        with _store_answers():
+            halls = _halls(groups, self._mailbox, rank)
+        self._heart = Heart(self._mailbox, rank, self._pace.sign)
         self._meeting = Meeting(halls, len(groups), self._mailbox, self._heart, self._pace, self._timeout, rank)
         self._watcher: Watcher | None = None
         self._heard: Decision | None = None
@@ -138,7 +141,8 @@ class Ballot:
         self._watcher = watcher
         watcher.start()
         try:
-            self._show_sign()
+            with _store_answers():
+                self._heart.beat()
             yield
         except WarmupError:
             raise
@@ -168,12 +172,6 @@ class Ballot:
             return ""
         return "".join(f"; rank {rank} is lost" for rank in gone(self._mailbox, self._peers, 3 * self._pace.sign))
 
-    def _show_sign(self) -> None:
-        try:
-            self._heart.beat()
-        except StoreLost as lost:
-            raise _store_lost(lost) from lost
-
     def _take_sign_away(self) -> None:
         try:
             self._heart.stop()
@@ -182,12 +180,25 @@ class Ballot:
 
 
 def _halls(groups: Sequence[Any], mailbox: Mailbox, rank: int) -> list[Hall]:
-    """Return the groups in which this rank has a voice: each next one as long as it leads all before."""
-    halls: list[Hall] = []
-    for group in groups:
-        if all(hall.leads for hall in halls):
-            halls.append(Hall(group, mailbox, rank))
-    return halls
+    """Return the groups in which this rank has a voice: each next one as long as it leads all before.
+
+    In the others it leaves a note, for those who would wait there for its word in vain.
+    """
+    voiced: list[Hall] = []
+    for hall in [Hall(group, mailbox, rank) for group in groups]:
+        if all(lower.leads for lower in voiced):
+            voiced.append(hall)
+        else:
+            mailbox.write(hall.absence_of(rank), "yes")
+    return voiced
+
+
+@contextmanager
+def _store_answers() -> Iterator[None]:
+    try:
+        yield
+    except StoreLost as lost:
+        raise _store_lost(lost) from lost
 
 
 def _rank_silent(silent: str, timeout: float) -> RankSilent:

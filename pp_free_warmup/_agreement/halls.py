@@ -73,6 +73,10 @@ class Hall:
         """The place of the current vote."""
         return self._places[self._group]
 
+    def absence_of(self, rank: int) -> str:
+        """Return the key under which *rank*, a member of the group, says that it has no voice in it."""
+        return f"{self.place.name}/no voice {rank}"
+
     def rise(self) -> None:
         """Go on to the next vote."""
         self._places[self._group] = self.place.later(1)

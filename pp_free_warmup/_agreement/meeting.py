@@ -102,7 +102,7 @@ class Meeting:
         for level, hall in enumerate(self._halls):
             if not hall.leads:
                 return None
-            found = self._until(partial(self._everyone_said, hall), partial(self._awaited_in, level))
+            found = self._until(partial(self._everyone_said, hall), partial(self._awaited_in, hall))
             if isinstance(found, Decision):
                 return found
             if level + 1 < len(self._halls):
@@ -125,16 +125,16 @@ class Meeting:
         heard = self._heard(hall)
         return [heard[rank] for rank in hall.ranks] if len(heard) == len(hall.ranks) else None
 
-    def _awaited_in(self, level: int) -> dict[int, int]:
-        """Return who is still to speak at this level, and the level of a voice that this takes."""
-        heard = self._heard(self._halls[level])
-        missing = {rank: level for rank in self._halls[level].ranks if rank not in heard}
+    def _awaited_in(self, hall: Hall) -> dict[int, Hall]:
+        """Return who is still to speak, and in which hall."""
+        heard = self._heard(hall)
+        missing = {rank: hall for rank in hall.ranks if rank not in heard}
         return missing if self._box is not None else {**missing, **self._awaited_above()}
 
-    def _awaited_above(self) -> dict[int, int]:
-        return {} if self._top.leads else {self._top.ranks[0]: len(self._halls) - 1}
+    def _awaited_above(self) -> dict[int, Hall]:
+        return {} if self._top.leads else {self._top.ranks[0]: self._top}
 
-    def _until(self, ready: Callable[[], T | None], awaited: Callable[[], Mapping[int, int]]) -> T | Decision:
+    def _until(self, ready: Callable[[], T | None], awaited: Callable[[], Mapping[int, Hall]]) -> T | Decision:
         """Ask until there is a decision or *ready* returns something, whichever comes first."""
         for pause in self._pace.pauses():
             decision = self._decision()
@@ -150,11 +150,11 @@ class Meeting:
             time.sleep(pause)
         raise AssertionError("pauses() never ends")
 
-    def _judge(self, awaited: Mapping[int, int]) -> None:
+    def _judge(self, awaited: Mapping[int, Hall]) -> None:
         """Decide for all if an awaited rank is silent, or has no voice where it is awaited."""
         self._signs.look(awaited)
         silent = self._signs.silent(awaited)
-        misplaced = self._signs.misplaced(awaited)
+        misplaced = [rank for rank, hall in awaited.items() if self._mailbox.peek(hall.absence_of(rank)) is not None]
         if silent:
             reasons = tuple(Reason(rank, Word.FAILED, text) for rank, text in silent.items())
             self._settle(Decision(Word.FAILED, reasons, silent="; ".join(silent.values())))

@@ -13,7 +13,8 @@ EAGER_SECONDS = 10.0
 class Pace:
     """Seconds between two questions to the store, and between two signs of life.
 
-    Both grow with the number of ranks, because all of them ask the one process that serves the store.
+    Both grow with the number of ranks, because all of them ask the one process that serves the store:
+    together they stay at about ten thousand questions a second (docs/explanation/scale.md).
 
     Args:
         timeout: Seconds without a sign of life after which a rank counts as lost.
@@ -24,9 +25,9 @@ class Pace:
     """
 
     def __init__(self, timeout: float, ranks: int) -> None:
-        self.sign = min(timeout / 8, max(1.0, ranks / 3000))
-        self._eager = max(0.1, ranks / 30_000)
-        self._patient = max(1.0, ranks / 10_000)
+        self.sign = min(timeout / 8, max(1.0, ranks / 2000))
+        self._eager = max(0.1, ranks / 10_000)
+        self._patient = max(1.0, ranks / 3000)
 
     def pauses(self) -> Iterator[float]:
         """Yield how long to sleep after each question: short at first, then longer."""

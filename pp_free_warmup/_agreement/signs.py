@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pp_free_warmup._agreement.halls import PREFIX
@@ -27,13 +27,11 @@ class Sign(NamedTuple):
         beats: How many signs it gave; it lives while this rises.
         moves: How often it got on; it works while this rises.
         phase: What it does.
-        level: In how many groups, from its own stage's up to the pipeline's, it has a voice, minus one.
     """
 
     beats: int
     moves: int
     phase: str
-    level: int
 
     @classmethod
     def read(cls, text: str) -> Sign:
@@ -45,7 +43,7 @@ class Sign(NamedTuple):
         return json.dumps(list(self))
 
 
-NEVER = Sign(0, 0, "", -1)
+NEVER = Sign(0, 0, "")
 
 
 class Heart:
@@ -56,14 +54,12 @@ class Heart:
     Args:
         mailbox: The store.
         rank: This process's global rank.
-        level: See `Sign`.
         period: Seconds between two signs.
     """
 
-    def __init__(self, mailbox: Mailbox, rank: int, level: int, period: float) -> None:
+    def __init__(self, mailbox: Mailbox, rank: int, period: float) -> None:
         self._mailbox = mailbox
         self._key = sign_key(rank)
-        self._level = level
         self._period = period
         self._lock = threading.Lock()
         self._beats = 0
@@ -91,7 +87,7 @@ class Heart:
                 return
             self._last = now
             self._beats += 1
-            self._mailbox.write(self._key, Sign(self._beats, self._moves, self._at[0], self._level).text())
+            self._mailbox.write(self._key, Sign(self._beats, self._moves, self._at[0]).text())
 
     def stop(self) -> None:
         """Take the sign away."""
@@ -127,8 +123,8 @@ class Signs:
         """True once the last look is a period ago."""
         return time.monotonic() - self._looked >= self._period
 
-    def look(self, awaited: Mapping[int, int]) -> None:
-        """Look for new signs of the awaited ranks, given with the level at which each is awaited."""
+    def look(self, awaited: Iterable[int]) -> None:
+        """Look for new signs of the awaited ranks."""
         self._looked = time.monotonic()
         for rank in awaited:
             text = self._mailbox.peek(sign_key(rank))
@@ -138,7 +134,7 @@ class Signs:
             moved = self._looked if old is None or sign.moves != old.sign.moves else old.moved
             self._records[rank] = _Record(sign, heard, moved)
 
-    def silent(self, awaited: Mapping[int, int]) -> dict[int, str]:
+    def silent(self, awaited: Iterable[int]) -> dict[int, str]:
         """Say which of the awaited ranks gave no sign for too long, and what they did last."""
         found = {rank: self._silence(rank, self._records[rank]) for rank in awaited}
         return {rank: text for rank, text in found.items() if text}
@@ -152,10 +148,6 @@ class Signs:
         if unmoved > STUCK_TIMEOUTS * self._timeout:
             return f"rank {rank} is alive but made no progress for {unmoved:.0f} s in {record.sign.phase!r}"
         return ""
-
-    def misplaced(self, awaited: Mapping[int, int]) -> list[int]:
-        """Return those of the awaited ranks that live but have no voice where they are awaited."""
-        return [rank for rank, level in awaited.items() if 0 <= self._records[rank].sign.level < level]
 
 
 def read_phases(mailbox: Mailbox, ranks: Iterable[int]) -> dict[int, str]:
