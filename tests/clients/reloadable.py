@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -37,10 +38,9 @@ METHODS = ("allreduce", "allgather", "broadcast", "barrier", "send", "recv", "_g
 class ReloadableGroup(dist.ProcessGroup):
     """A process group whose inside may be exchanged; the real one is ``group``, None while asleep."""
 
-    def __init__(self, group: Any, build: Callable[[], Any]) -> None:
+    def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group
-        self.build = build
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
@@ -69,21 +69,26 @@ def _looking_inside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Reloading:
-    """All reloadable groups of this process."""
+    """All groups that this process built or took part in building, in order."""
 
     def __init__(self) -> None:
         self.groups: list[ReloadableGroup] = []
+        self._builds: list[tuple[ReloadableGroup | None, Callable[[], Any]]] = []
         self._new_group = dist.new_group
         self._store = distributed_c10d._get_default_store()
         self._generation = 0
 
     def new_group(self, *arguments: Any, **keywords: Any) -> Any:
-        """Build a group as torch does, and wrap it."""
-        group = self._new_group(*arguments, **keywords)
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
+        """Build a group as torch does, and wrap it where this rank is a member."""
+        build = partial(self._new_group, *arguments, **keywords)
+        group = build()
+        outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        wrapper = None if outside else ReloadableGroup(group)
+        self._builds.append((wrapper, build))
+        if wrapper is None:
             return group
-        self.groups.append(ReloadableGroup(group, lambda: self._new_group(*arguments, **keywords)))
-        return self.groups[-1]
+        self.groups.append(wrapper)
+        return wrapper
 
     def sleep(self) -> None:
         """Destroy every real group; the wrappers stay."""
@@ -103,9 +108,11 @@ class Reloading:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
     def wake_up(self) -> None:
-        """Build every real group again, in the old order, inside the same wrappers."""
-        for wrapper in self.groups:
-            wrapper.group = wrapper.build()
+        """Build every real group again, in the old order and on all ranks, inside the same wrappers."""
+        for wrapper, build in self._builds:
+            group = build()
+            if wrapper is not None:
+                wrapper.group = group
 
 
 @contextmanager
