@@ -22,7 +22,7 @@ from pp_free_warmup._local_pass import run_local_pass
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
 from pp_free_warmup._verify import verified
-from pp_free_warmup.errors import RankSilent, WarmupError, WarmupFailed
+from pp_free_warmup.errors import RankSilent, RestoreFailed, WarmupError, WarmupFailed
 from pp_free_warmup.guards import guarded
 
 
@@ -167,6 +167,14 @@ class Flow:
         raise self._failure(decision) from trouble
 
     def _failure(self, decision: Decision, step: str = "finish its local pass") -> WarmupFailed:
+        found = f"{reasons_of(decision)}; expected every rank to {step}."
+        if any(reason.startswith(RestoreFailed.__name__) for _, _, reason in decision.reasons):
+            return WarmupFailed(
+                "The warmup of the pipeline failed, and not every rank could undo it.",
+                found=found,
+                matters="The state of the ranks named is unknown; training from here could silently differ.",
+                do="Stop this run. Start it again with PP_FREE_WARMUP=0 and report the error named above.",
+            )
         fetched = self._batches.fetched
         if self._batches.exhausted:
             data = " A data iterator had no batch for it."
@@ -174,7 +182,7 @@ class Flow:
             data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
         return WarmupFailed(
             "The warmup of the pipeline failed and was undone.",
-            found=f"{reasons_of(decision)}; expected every rank to {step}.",
+            found=found,
             matters=f"This call's real step was not run, and every rank's state was put back.{data}",
             do="Mend the error named above; to run without the warmup, set PP_FREE_WARMUP=0.",
         )
@@ -189,7 +197,8 @@ def describe(error: BaseException | None) -> str:
     """Return type and text of an error, never its traceback: nothing may keep the model alive."""
     if error is None:
         return ""
-    return f"{type(error).__name__}: {f'{error.wrong} {error.found}' if isinstance(error, WarmupError) else error}"
+    text = f"{error.wrong} {error.found}".rstrip(".") if isinstance(error, WarmupError) else error
+    return f"{type(error).__name__}: {text}"
 
 
 def _stage_report(stage: int, said: Tally) -> StageReport:
