@@ -43,7 +43,12 @@ def test_an_error_has_its_parts_apart_and_together():
     """Code reads the parts, people read the text."""
     error = WarmupError("Wrong.", found="this; expected that.", matters="Much.", do="Something.")
 
-    assert (error.wrong, error.found, error.matters, error.do) == ("Wrong.", "this; expected that.", "Much.", "Something.")
+    assert (error.wrong, error.found, error.matters, error.do) == (
+        "Wrong.",
+        "this; expected that.",
+        "Much.",
+        "Something.",
+    )
     assert str(error) == "Wrong.\nFound: this; expected that.\nWhy it matters: Much.\nWhat to do: Something."
 
 
@@ -128,8 +133,7 @@ def test_positional_arguments():
         "A pipeline schedule was called with positional arguments.",
         "Found: 1 positional; expected keywords only, as Megatron's schedules take them.",
         "Why it matters: The warmup cannot tell the model from the data, and the schedule itself would refuse.",
-        "What to do: Name every argument: "
-        "forward_backward_func(forward_step_func=..., data_iterator=..., model=...).",
+        "What to do: Name every argument: forward_backward_func(forward_step_func=..., data_iterator=..., model=...).",
     )
 
 
