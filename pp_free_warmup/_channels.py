@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._call import ScheduleCall, faces_of
+from pp_free_warmup.errors import NotInitialized, UnsupportedSetup
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,41 @@ def prime_channels(
     Returns:
         How long each channel took and which were new.
 
+    Raises:
+        UnsupportedSetup: *model* is no model, or *channels* is neither of the two.
+        NotInitialized: There are no process groups.
+
     Example:
         ::
 
             rebuild_process_groups()
             prime_channels(model)
     """
-    chunks = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    chunks = faces_of(model)[::2]
+    _refuse(channels, p2p_communicator)
     config = megatron.config_of(chunks[0])
     given = {"pg_collection": pg_collection, "p2p_communicator": p2p_communicator}
     keywords = {name: value for name, value in given.items() if value is not None}
     interleaved = len(chunks) > 1 or config.virtual_pipeline_model_parallel_size is not None
     reductions = megatron.reduction_groups(keywords, config, chunks) if channels == "all" else ()
     return _run(_pipeline(megatron.groups_of(keywords), config, interleaved), reductions)
+
+
+def _refuse(channels: str, communicator: Any) -> None:
+    if channels not in ("pipeline", "all"):
+        raise UnsupportedSetup(
+            "prime_channels() does not know these channels.",
+            found=f"channels={channels!r}; expected 'pipeline' or 'all'.",
+            matters="Which groups are opened depends on it.",
+            do="Leave it out for the pipeline's own channels.",
+        )
+    if communicator is None and not (torch.distributed.is_initialized() and megatron.is_initialized()):
+        raise NotInitialized(
+            "There are no channels to open yet.",
+            found="no model-parallel process groups; expected Megatron's initialize_model_parallel() before.",
+            matters="Channels belong to process groups, and are lost with them.",
+            do="Call prime_channels() after the groups were built.",
+        )
 
 
 Channel = tuple[str, Any, Callable[[], object]]

@@ -113,6 +113,18 @@ def _stage_ranks(call: ScheduleCall) -> Refusal | None:
     )
 
 
+def _no_store(call: ScheduleCall) -> Refusal | None:
+    del call
+    if not torch.distributed.is_initialized() or megatron.store_of_world() is not None:
+        return None
+    backend = torch.distributed.get_backend()
+    return Refusal(
+        "no-store",
+        f"the process groups (backend {backend}) have no key-value store to vote through",
+        "initialise torch.distributed with nccl or gloo",
+    )
+
+
 def _encoder_decoder(call: ScheduleCall) -> Refusal | None:
     if not any(megatron.is_encoder_decoder(chunk) for chunk in call.chunks):
         return None
@@ -172,7 +184,7 @@ def _iterators(call: ScheduleCall) -> Refusal | None:
 
 
 Check = Callable[[ScheduleCall], Refusal | None]
-CHECKS_BEFORE_VOTE: tuple[Check, ...] = (_multi_module, _stage_ranks)
+CHECKS_BEFORE_VOTE: tuple[Check, ...] = (_multi_module, _stage_ranks, _no_store)
 CHECKS: tuple[Check, ...] = (
     _chunks,
     _encoder_decoder,

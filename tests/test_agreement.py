@@ -14,12 +14,13 @@ import pytest
 import torch.distributed as dist
 from forked import Ending, run_forked
 
+from pp_free_warmup import _preflight
 from pp_free_warmup._agreement import Ballot, Decision, Reason, Tally, Word, decide
 from pp_free_warmup._agreement.halls import Hall
 from pp_free_warmup._agreement.mailbox import Mailbox
 from pp_free_warmup._agreement.pace import Pace
 from pp_free_warmup._agreement.signs import Heart, Signs
-from pp_free_warmup.errors import RankSilent
+from pp_free_warmup.errors import RankSilent, UnsupportedSetup
 from pp_free_warmup.testing import ranks
 
 GO, WARM, OFF, SKIP, REFUSE, FAILED = Word.GO, Word.WARM, Word.OFF, Word.SKIP, Word.REFUSE, Word.FAILED
@@ -604,3 +605,18 @@ def test_a_place_is_never_used_twice(tmp_path):
         dist.destroy_process_group()
     assert first == again
     assert first.name != other.name
+
+
+def test_a_world_without_a_store_is_refused(tmp_path, monkeypatch):
+    """Where process groups meet without a store, the call is refused by name before anybody votes."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert _preflight.CHECKS_BEFORE_VOTE[-1](None) is None
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_map, dist.group.WORLD, ("mpi", None))
+        refused = _preflight.CHECKS_BEFORE_VOTE[-1](None)
+        with pytest.raises(UnsupportedSetup, match="no-store"):
+            Mailbox.of_world()
+        monkeypatch.undo()
+    finally:
+        dist.destroy_process_group()
+    assert refused.name == "no-store"

@@ -295,6 +295,7 @@ def test_what_can_be_read():
     assert not any(map(is_readable, ([1], {"a": 1}, DataLoader([1]))))
     assert counts_itself(both)  # asked for first: such an object reads from its own position
     assert not counts_itself(Counted())
+    assert not is_readable(type("Half", (), {"get_next": None})())
 
 
 def test_a_rerun_iterator_remembers_each_batch_once():

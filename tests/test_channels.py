@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pp_free_warmup import prime_channels
+from pp_free_warmup.errors import NotInitialized, UnsupportedSetup
 from pp_free_warmup.testing import ranks
 
 pytestmark = pytest.mark.ranks
@@ -278,3 +279,23 @@ def test_expert_and_optimizer_groups_are_opened_where_they_are_used() -> None:
     told = [None] * 4
     dist.all_gather_object(told, opened)
     assert all(one == opened for one in told)
+
+
+@pytest.mark.parametrize(
+    ("model", "channels", "words"),
+    [
+        (None, "pipeline", "The model to warm is no model"),
+        ([], "pipeline", "The model to warm is no model"),
+        (torch.nn.Linear(1, 1), "everything", "channels='everything'"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused_by_name(model, channels, words):
+    """A model that is none, and channels that nobody knows, are named before anything is sent."""
+    with pytest.raises(UnsupportedSetup, match=words):
+        prime_channels(model, channels=channels)
+
+
+def test_opening_channels_before_there_are_groups_says_so():
+    """Without process groups the error names what to do first."""
+    with pytest.raises(NotInitialized, match="initialize_model_parallel"):
+        prime_channels(torch.nn.Linear(1, 1))

@@ -184,6 +184,8 @@ def test_a_wrapper_that_outlives_its_block_passes_calls_through(monkeypatch):
     kept = schedules.forward_backward_no_pipelining
     _patch.disarm(block, 1)
     assert _call(kept) == "the schedule itself"
+    with pytest.raises(TypeError, match="takes 0 positional arguments"):  # Python's own words, not ours
+        kept(1)
     _patch.arm(later)
     assert _call(kept) == "the schedule itself"
     _patch.disarm(later, 1)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from pp_free_warmup import _megatron as megatron
 from pp_free_warmup.errors import UnsupportedSetup
 
 # No value in the store ever equals this, so comparing with it only reads.
@@ -17,15 +17,6 @@ NOTHING = "\x00"
 
 class StoreLost(RuntimeError):
     """The store does not answer any more."""
-
-
-def has_store() -> bool:
-    """Tell whether the process groups meet through a store (MPI's do not)."""
-    return _store_of_world() is not None
-
-
-def _store_of_world() -> Any:
-    return distributed_c10d._get_process_group_store(distributed_c10d._get_default_group())
 
 
 class Mailbox:
@@ -48,14 +39,15 @@ class Mailbox:
         Raises:
             UnsupportedSetup: There is none (``no-store``).
         """
-        if not has_store():
+        store = megatron.store_of_world()
+        if store is None:
             raise UnsupportedSetup(
                 "The ranks cannot agree on a warmup: their process groups have no key-value store [no-store].",
                 found=f"backend {dist.get_backend()!r}; expected one that meets through a store, such as nccl or gloo.",
                 matters="A rank that warms up while another does not would leave both waiting for each other.",
                 do="Initialise torch.distributed with nccl or gloo, or run without the warmup.",
             )
-        return cls(_store_of_world())
+        return cls(store)
 
     def peek(self, key: str) -> str | None:
         """Return the value of *key*, or None if it has none; a plain ``get`` would wait for one."""

@@ -30,6 +30,7 @@ from pp_free_warmup._megatron.groups import (
     inner_group,
     is_initialized,
     pipeline_group_of,
+    store_of_world,
 )
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
@@ -129,6 +130,7 @@ __all__ = [
     "sequence_statistics",
     "set_tracker",
     "stash_plan",
+    "store_of_world",
     "straggler_timer",
     "student_logits_are_captured",
     "timer_records",

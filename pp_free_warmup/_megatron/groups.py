@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,6 +50,11 @@ def inner_group(group: Any) -> Any:
     """
     within = None if type(group) is torch.distributed.ProcessGroup else getattr(group, "group", None)
     return within if isinstance(within, torch.distributed.ProcessGroup) else group
+
+
+def store_of_world() -> Any:
+    """Return the key-value store that all ranks reach, or None where groups meet without one (MPI)."""
+    return distributed_c10d._get_process_group_store(distributed_c10d._get_default_group())
 
 
 def pipeline_group_of(keywords: Mapping[str, Any]) -> Any:

@@ -84,10 +84,11 @@ def run(job: Job, connection: Connection) -> None:
 
 
 def _with_our_warnings(job: Job) -> Any:
-    """Call the job's function; a warning that points at this package is an error, as in the test process."""
+    """Call the job's function; a warning at or by this package is an error, as in the test process."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.filterwarnings("error", module=r"pp_free_warmup(\.|$)")
+        warnings.filterwarnings("error", message="pp_free_warmup: ")
         return job.where.find()(*job.arguments, **job.keywords)
 
 

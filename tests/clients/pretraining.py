@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -60,7 +61,8 @@ class Job:
 
     Attributes:
         arguments: Megatron's command line, beside `COMMON`.
-        switch: How the warmup is switched on: ``"off"``, ``"block"``, ``"flag"`` or ``"middle"``.
+        switch: How the warmup is switched on: ``"off"`` (this library is not there at all), ``"block"``,
+            ``"flag"``, ``"no flag"`` (a block that asks for the flag, and a command line without) or ``"middle"``.
         iterations: How many to train, those before a resume included.
         not_a_number: Let the loss be NaN inside the warmup, and there alone.
     """
@@ -242,8 +244,10 @@ def _switched_on(job: Job, watch: Watch) -> Iterator[Any]:
         with mock.patch.object(training, "train_step", step):
             yield step.warmup
         return
-    enabled = {"off": False, "block": True, "flag": lambda: get_args().enable_pp_free_warmup}[job.switch]
-    with pipeline_warmup(enabled=enabled) as warmup:
+    if job.switch == "off":
+        yield SimpleNamespace(reports=[])
+        return
+    with pipeline_warmup(enabled=job.switch == "block" or (lambda: get_args().enable_pp_free_warmup)) as warmup:
         yield warmup
 
 

@@ -59,10 +59,13 @@ def test_every_switch_gives_the_numbers_of_a_run_without_a_warmup(layout):
 
 
 def test_without_the_flag_nothing_is_warmed():
-    """A block that asks for the flag leaves a run without it alone."""
-    seen = _on(2, Job((*PP2, *NO_EVALUATION), iterations=1), Job((*PP2, *NO_EVALUATION), "flag", iterations=1))
+    """A block that asks for the flag leaves a run without it alone, and says so in its report."""
+    off = Job((*PP2, *NO_EVALUATION), iterations=2)
+    cold, without = _on(2, off, off.switched("no flag"))
 
-    assert [[rank.passes for rank in job] for job in seen] == [[0, 0], [1, 1]]
+    assert _traces(without) == _traces(cold)
+    assert [rank.passes for rank in without] == [0, 0]
+    assert without[0].reports == [("training", "skipped")]
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2 x vp2"])
