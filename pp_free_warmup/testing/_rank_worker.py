@@ -126,13 +126,17 @@ def _process_group(job: Job) -> Iterator[None]:
 
 
 def _forget_megatron() -> None:
-    """Take down what Megatron keeps in module globals: groups, random states, buffers."""
+    """Take down what Megatron keeps in module globals: groups, random states, sums for the log."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+
+    from pp_free_warmup._megatron import loss_trackers
 
     parallel_state.destroy_model_parallel()
     random._CUDA_RNG_STATE_TRACKER = None
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    for owner, name, empty in loss_trackers():  # as long as the model that filled them first has layers
+        setattr(owner, name, empty)
     for name in ("num_microbatches_calculator", "rerun_state_machine"):
         module = sys.modules.get(f"megatron.core.{name}")
         forget = getattr(module, f"destroy_{name}", None)

@@ -56,6 +56,14 @@ def test_layout_trains(name: str) -> None:
 
 
 @pytest.mark.ranks
+def test_a_deeper_model_trains_after_a_shallow_one() -> None:
+    """Megatron's sums of expert losses, one per layer, do not reach from one test into the next."""
+    for layers in (2, 4):
+        losses = run_on_ranks(_train, 2, Layout(moe=True, layers=layers), 1)
+        assert len(losses[-1]) == 1
+
+
+@pytest.mark.ranks
 def test_a_model_learns() -> None:
     """On one batch repeated, the loss falls: gradients reach the first stage and the optimizer steps."""
     first, *_, last = run_on_ranks(_learn, 2)[-1]
