@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,9 @@ def test_docstring_examples_hold(name):
 @pytest.mark.parametrize("example", EXAMPLES, ids=_name)
 def test_examples_run(example):
     """Every example of the docs runs to its end, as a reader would start it."""
-    done = subprocess.run(
-        [sys.executable, str(example)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run = partial(subprocess.run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    try:
+        done = run([sys.executable, str(example)], timeout=280)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"still running; it printed:\n{late.output}")
+    assert done.returncode == 0, done.stdout

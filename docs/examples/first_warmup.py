@@ -30,6 +30,7 @@ def train(rank: int, meeting_point: str) -> None:
                     print(f"step {step}: loss {total / tokens:.4f}", flush=True)
         if rank == 0:
             print(warmup.report, flush=True)
+    torch.distributed.barrier()  # who closes its sockets first would fail the other
     torch.distributed.destroy_process_group()
 
 
