@@ -8,7 +8,7 @@ random streams do not move.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._undo import swapped
 
 SEED = 0x5EED
 
@@ -65,8 +66,9 @@ class Neighbours:
 
         With ``variable_seq_lengths`` no shape says how long the first microbatch is; what
         ``forward_step_func`` hands to the model does. A forward pre-hook on the module that owns
-        ``set_input_tensor`` sees it before the model reads its input's length, and puts the made-up
-        activation both there and into *inputs*, from which the backward step takes it.
+        ``set_input_tensor``, and a wrapper around the model's ``build_schedule_plan``, see it before
+        the model reads its input's length, and put the made-up activation both there and into
+        *inputs*, from which the backward step takes it.
         """
         owner = megatron.owner_of_input(self._call.chunks[chunk])
         if inputs == [None] or not self._call.config.variable_seq_lengths or owner is None:
@@ -81,9 +83,26 @@ class Neighbours:
 
         hook = owner.register_forward_pre_hook(bind, with_kwargs=True)
         try:
-            yield
+            with _planning(megatron.unwrapped(self._call.chunks[chunk]), bind):
+                yield
         finally:
             hook.remove()
+
+
+@contextmanager
+def _planning(model: Any, bind: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Call *bind* before the model plans a combined step, which does not call it as a module."""
+    plan = getattr(model, "build_schedule_plan", None)
+    if plan is None:
+        yield
+        return
+
+    def bound(*positional: Any, **named: Any) -> Any:
+        bind(model, positional, named)
+        return plan(*positional, **named)
+
+    with swapped(model, "build_schedule_plan", bound):
+        yield
 
 
 def _device_of(call: ScheduleCall) -> torch.device:

@@ -46,7 +46,8 @@ def run_local_pass(call: ScheduleCall, batches: Batches, stopwatch: Stopwatch, t
 
 def _forward(call: ScheduleCall, batches: Batches, index: int, inputs: list[Any]) -> list[Any]:
     keywords = call.keywords
-    output, _ = megatron.forward_step(
+    step = megatron.combined_forward if _is_combined(call) else megatron.forward_step
+    output, _ = step(
         leading=(
             keywords["forward_step_func"],
             batches.for_pass(index),
@@ -72,7 +73,12 @@ def _backward(call: ScheduleCall, neighbours: Neighbours, index: int, inputs: li
     if not megatron.is_last(call.groups, index, len(call.chunks)):
         gradients = list(neighbours.gradients(outputs))
         megatron.release_output(outputs[0], call.config)
-    megatron.backward_step(inputs, outputs, gradients, model=call.chunks[index], config=call.config)
+    step = megatron.combined_backward if _is_combined(call) else megatron.backward_step
+    step(inputs, outputs, gradients, model=call.chunks[index], config=call.config)
+
+
+def _is_combined(call: ScheduleCall) -> bool:
+    return megatron.is_combined(call.config, forward_only=call.forward_only)
 
 
 def _first_is_recomputed(call: ScheduleCall) -> bool | None:

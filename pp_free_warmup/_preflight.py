@@ -205,9 +205,4 @@ REFUSED_FIELDS = {
     ),
     "gtp_weight_remat_size": ("weight-remat", "its prefetch chain is not known to be balanced", "leave it at 1"),
     "use_ring_exchange_p2p": ("ring-exchange", "channels go through an operation that torch does not ship", "none"),
-    "overlap_moe_expert_parallel_comm": (
-        "combined-1f1b",
-        "forward and backward run as one combined step",
-        "turn it off for a warmup",
-    ),
 }

@@ -274,16 +274,25 @@ def test_positional_arguments_are_refused_in_a_block():
     assert block.seen == []
 
 
-@pytest.mark.parametrize("name", ["forward_step", "backward_step", "get_tensor_shapes", SCHEDULE_NAMES[1]])
-def test_an_unknown_layout_stops_the_block_before_anything_is_patched(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (schedules, "forward_step"),
+        (schedules, "backward_step"),
+        (schedules, "get_tensor_shapes"),
+        (schedules, SCHEDULE_NAMES[1]),
+        (combined_1f1b, "combined_forward_backward_step"),
+    ],
+)
+def test_an_unknown_layout_stops_the_block_before_anything_is_patched(monkeypatch, module, name):
     """A function that wants something new is named; the schedules stay as they are."""
 
     def newer(*arguments: Any, unheard_of: int, **keywords: Any) -> None:
         """Stand for a function of a later Megatron."""
 
-    monkeypatch.setattr(schedules, name, newer)
+    monkeypatch.setattr(module, name, newer)
     before, block = _originals(), Block()
-    with pytest.raises(UnsupportedMegatron, match=f"schedules.{name} has an unknown form"):
+    with pytest.raises(UnsupportedMegatron, match=f"{name} has an unknown form"):
         _patch.arm(block)
 
     assert all(a is b for a, b in zip(before, _originals(), strict=True))

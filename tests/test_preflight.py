@@ -72,7 +72,6 @@ REFUSED = {
     "te-cpu-offload": lambda: _call(config=_config(cpu_offloading=True)),
     "weight-remat": lambda: _call(config=_config(gtp_weight_remat_size=2)),
     "ring-exchange": lambda: _call(config=_config(use_ring_exchange_p2p=True)),
-    "combined-1f1b": lambda: _call(config=_config(overlap_moe_expert_parallel_comm=True)),
     "meta-parameters": lambda: _call(torch.nn.Linear(2, 2, device="meta")),
     "no-pipeline-dtype": lambda: _call(config=_config(pipeline_dtype=None)),
     "unreadable-iterator": lambda: _call(iterator=[1, 2]),

@@ -6,6 +6,7 @@ Each file here knows one side of it, and says for which releases.
 from __future__ import annotations
 
 from pp_free_warmup._megatron.channels import communicator_of, exchange, reduction_groups, transfers_counted
+from pp_free_warmup._megatron.combined import combined_backward, combined_forward, is_combined
 from pp_free_warmup._megatron.contract import check_contract
 from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
 from pp_free_warmup._megatron.features import (
@@ -93,6 +94,8 @@ __all__ = [
     "check_contract",
     "checkpointing_flag",
     "close_nvtx_range",
+    "combined_backward",
+    "combined_forward",
     "communicator_of",
     "config_of",
     "deferred_embeddings",
@@ -103,6 +106,7 @@ __all__ = [
     "graph_slots",
     "groups_of",
     "inner_group",
+    "is_combined",
     "is_encoder_decoder",
     "is_first",
     "is_first_microbatch",

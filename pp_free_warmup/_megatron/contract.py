@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core import __version__ as megatron_version
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from pp_free_warmup._megatron.schedule import REQUIRED_KEYWORDS, SCHEDULE_NAMES
@@ -51,6 +51,11 @@ TAKES = {
     },
     "deallocate_output_tensor": {"out", "deallocate_pipeline_outputs"},
     "check_first_val_step": {"first_val_step", "forward_only", "cond"},
+}
+COMBINED = {
+    *(LEADING[0], LEADING[1], "f_model", *LEADING[3:6], "b_model", "b_input_tensor", "b_output_tensor"),
+    *("b_output_tensor_grad", "config", "f_model_chunk_id", "collect_non_loss_data"),
+    *("is_first_microbatch", "current_microbatch"),
 }
 COMMUNICATE = {
     "self",
@@ -92,7 +97,11 @@ _passed: list[Any] = []
 
 def _relied_on() -> list[Any]:
     functions = [getattr(schedules, name, None) for name in (*SCHEDULE_NAMES, *TAKES)]
-    return [*functions, getattr(P2PCommunicator, "_communicate", None)]
+    return [*functions, _combined(), getattr(P2PCommunicator, "_communicate", None)]
+
+
+def _combined() -> Any:
+    return getattr(combined_1f1b, "combined_forward_backward_step", None)
 
 
 def _problems() -> Iterator[tuple[str, str, str]]:
@@ -101,6 +110,8 @@ def _problems() -> Iterator[tuple[str, str, str]]:
     yield from _lacking("schedules.forward_step", getattr(schedules, "forward_step", None), set(LEADING))
     for name, known in TAKES.items():
         yield from _unknown(f"schedules.{name}", getattr(schedules, name, None), known)
+    yield from _lacking("combined_1f1b.combined_forward_backward_step", _combined(), COMBINED)
+    yield from _unknown("combined_1f1b.combined_forward_backward_step", _combined(), COMBINED)
     communicate = getattr(P2PCommunicator, "_communicate", None)
     yield from _lacking("P2PCommunicator._communicate", communicate, COMMUNICATE)
     yield from _unknown("P2PCommunicator._communicate", communicate, COMMUNICATE)

@@ -105,6 +105,9 @@ def _lend_torch(lend: Lend) -> None:
     for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
         lend(torch.cuda, name, getattr(cuda_streams, name))
     lend(torch.cuda, "default_stream", cuda_streams.current_stream)
+    lend(torch.Tensor, "record_stream", _always(None))
+    for name in ("range_push", "range_pop"):
+        lend(torch.cuda.nvtx, name, _always(None))
     _lend_tensors(lend, cuda)
 
 

@@ -128,6 +128,7 @@ def _process_group(job: Job) -> Iterator[None]:
 def _forget_megatron() -> None:
     """Take down what Megatron keeps in module globals: groups, random states, sums for the log."""
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.tensor_parallel import random
 
     from pp_free_warmup._megatron import loss_trackers
@@ -135,6 +136,11 @@ def _forget_megatron() -> None:
     parallel_state.destroy_model_parallel()
     random._CUDA_RNG_STATE_TRACKER = None
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    for wrapper in gc.get_objects():
+        # Its hooks on AccumulateGrad nodes refer to it through C++, where no collector sees the
+        # circle: it would stay for good, and with it its groups and their threads.
+        if isinstance(wrapper, DistributedDataParallel):
+            vars(wrapper).clear()
     for owner, name, empty in loss_trackers():  # as long as the model that filled them first has layers
         setattr(owner, name, empty)
     for name in ("num_microbatches_calculator", "rerun_state_machine"):

@@ -52,10 +52,16 @@ def token_loss(mask: Any, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
 
 
-def forward_step(iterator: Iterator[Batch] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Run one microbatch through *chunk*: a ``forward_step_func`` as a trainer writes it."""
+def forward_step(
+    iterator: Iterator[Batch] | None, chunk: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """Run one microbatch through *chunk*: a ``forward_step_func`` as a trainer writes it.
+
+    With *return_schedule_plan* the forward is only planned, for Megatron's combined steps.
+    """
     batch: dict[str, Any] = {} if iterator is None else next(iterator)
-    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    run = chunk.build_schedule_plan if return_schedule_plan else chunk
+    output = run(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
     return output, partial(token_loss, batch.get("loss_mask"))  # called on the last stage only, which has a mask
 
 
@@ -160,10 +166,14 @@ def build(layout: Layout, seed: int = 1, *, step: Callable[..., Any] = forward_s
 
 
 def _iterators(layout: Layout, seed: int) -> list[Any]:
-    """Give data to the first and the last chunk of the pipeline, as ``pretrain_gpt.py`` does."""
+    """Give data to the first and the last chunk of the pipeline, as ``pretrain_gpt.py`` does.
+
+    Where lengths vary every chunk has data, as in slime and verl: the batch tells a stage the length.
+    """
     from megatron.core import parallel_state
 
     data_rank = parallel_state.get_data_parallel_rank()
     rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), layout.vp or 1
     ends = {(0, 0), (layout.pp - 1, chunks - 1)}
-    return [batches(layout, seed, data_rank) if (rank, chunk) in ends else None for chunk in range(chunks)]
+    given = [layout.variable_seq_lengths or (rank, chunk) in ends for chunk in range(chunks)]
+    return [batches(layout, seed, data_rank) if each else None for each in given]

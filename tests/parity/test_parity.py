@@ -111,6 +111,7 @@ class Run:
 
 SMALL = Layout(layers=2)
 OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+COMBINED = Layout(vp=2, ep=2, moe=True, bf16=True, options={"overlap_moe_expert_parallel_comm": True})
 
 RUNS = {
     "pp2": Run(2, Layout()),
@@ -120,6 +121,8 @@ RUNS = {
     "pp2 dp2, sharded and overlapped": Run(4, replace(SMALL, **OVERLAP)),
     "pp2 vpp2 dp2, sharded and overlapped": Run(4, Layout(vp=2, **OVERLAP)),
     "pp2 ep2, experts": Run(4, replace(SMALL, moe=True, ep=2)),
+    "pp2 vpp2 ep2, combined steps": Run(4, COMBINED),
+    "pp2 vpp2 ep2, combined steps, variable lengths": Run(4, replace(COMBINED, variable_seq_lengths=True)),
     "full recompute": Run(2, replace(SMALL, recompute="full")),
     "selective recompute": Run(2, replace(SMALL, recompute="selective")),
     "untied": Run(2, replace(SMALL, tied=False)),

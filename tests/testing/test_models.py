@@ -15,12 +15,13 @@ from torch.nn.functional import cross_entropy
 from pp_free_warmup.testing import models, ranks, run_on_ranks
 from pp_free_warmup.testing.models import Layout, batches, build
 
+OVERLAPPED = Layout(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 LAYOUTS = {
     "pp2": (2, Layout()),
     "pp4": (4, Layout(pp=4)),
     "virtual stages": (2, Layout(vp=2)),
     "tensor parallel": (4, Layout(tp=2)),
-    "data parallel": (4, Layout(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)),
+    "data parallel": (4, OVERLAPPED),
     "experts, all to all": (4, Layout(moe=True, ep=2)),
     "experts, all gather": (4, Layout(moe=True, ep=2, dispatcher="allgather")),
     "full recompute": (2, Layout(recompute="full")),
@@ -61,6 +62,21 @@ def test_a_deeper_model_trains_after_a_shallow_one() -> None:
     for layers in (2, 4):
         losses = run_on_ranks(_train, 2, Layout(moe=True, layers=layers), 1)
         assert len(losses[-1]) == 1
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.ranks
+def test_a_trained_model_leaves_no_threads_behind() -> None:
+    """Megatron's overlapped data parallelism keeps itself alive, and its groups' threads with it; not here."""
+    run_on_ranks(_train, 4, OVERLAPPED, 1)
+    before = run_on_ranks(_threads, 4)
+    run_on_ranks(_train, 4, OVERLAPPED, 1)
+    after = run_on_ranks(_threads, 4)
+
+    assert max(after) <= max(before) + 4  # a group's own threads may still be ending
 
 
 @pytest.mark.ranks
