@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel import combined_1f1b, get_forward_backward_func, schedules
 
 from pp_free_warmup import _patch
 from pp_free_warmup._megatron import REQUIRED_KEYWORDS, SCHEDULE_NAMES
