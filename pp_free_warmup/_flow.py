@@ -22,7 +22,7 @@ from pp_free_warmup._local_pass import run_local_pass
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
 from pp_free_warmup._verify import verified
-from pp_free_warmup.errors import RankSilent, RestoreFailed, WarmupError, WarmupFailed
+from pp_free_warmup.errors import RankSilent, RestoreFailed, TraceFound, WarmupError, WarmupFailed
 from pp_free_warmup.guards import guarded
 
 
@@ -168,7 +168,8 @@ class Flow:
 
     def _failure(self, decision: Decision, step: str = "finish its local pass") -> WarmupFailed:
         found = f"{reasons_of(decision)}; expected every rank to {step}."
-        if any(reason.startswith(RestoreFailed.__name__) for _, _, reason in decision.reasons):
+        not_undone = (RestoreFailed.__name__, TraceFound.__name__)
+        if any(reason.startswith(not_undone) for _, _, reason in decision.reasons):
             return WarmupFailed(
                 "The warmup of the pipeline failed, and not every rank could undo it.",
                 found=found,

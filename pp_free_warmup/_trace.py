@@ -49,22 +49,22 @@ def observed(model: Any = None, optimizer: Any = None, step: Any = None) -> Stat
     Args:
         model: A model chunk, a list of them, or None.
         optimizer: An optimizer, or None.
-        step: A ``forward_step_func`` whose closure is looked at too, and the globals of its file.
+        step: A ``forward_step_func``: all it holds is looked at too, and the globals of its file.
 
     Returns:
         The walk; its ``fields`` say what was where.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     homes = {type(part).__module__ for chunk in chunks if chunk is not None for part in chunk.modules()}
-    homes |= {getattr(step, "__module__", "")}
+    homes |= {getattr(_innermost(step), "__module__", "")}
     walk = StateWalk(opened=homes)
     for number, chunk in enumerate(chunks):
         walk.visit(f"chunk{number}", chunk)
     walk.visit("optimizer", optimizer)
     if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "__dict__"):
         walk.attributes("optimizer", vars(optimizer))
-    for name, value in _closed_over(step):
-        walk.visit(f"{getattr(step, '__qualname__', 'step')} closure {name}", value)
+    for name, value in _held_by(step):
+        walk.visit(f"forward_step_func {name}", value)
     for name, module in sorted(sys.modules.items()):
         ours = name.split(".")[0] in LIBRARIES or (name in homes and name.split(".")[0] not in NOT_LOOKED_AT)
         if ours and isinstance(module, ModuleType):
@@ -105,14 +105,24 @@ def random_states() -> Fields:
     return states
 
 
-def _closed_over(step: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of everything that a function closes over, through partials."""
+def _innermost(step: Any) -> Any:
+    return _innermost(step.func) if isinstance(step, functools.partial) else step
+
+
+def _held_by(step: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of what a callable holds: a partial's arguments, a method's object, a closure."""
     while isinstance(step, functools.partial):
+        yield from ((f"argument {number}", value) for number, value in enumerate(step.args))
+        yield from step.keywords.items()
         step = step.func
+    if isinstance(step, types.MethodType):
+        yield "self", step.__self__
+    elif not isinstance(step, types.FunctionType):
+        yield "object", step
     names = getattr(getattr(step, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(step, "__closure__", None) or (), strict=True):
         if cell != types.CellType():  # a name that is not bound yet
-            yield name, cell.cell_contents
+            yield f"closure {name}", cell.cell_contents
 
 
 def _visit_globals(walk: StateWalk, module: ModuleType) -> None:
