@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pp_free_warmup.testing._afresh import forget_megatron, let_models_die
 from pp_free_warmup.testing._cuda_on_cpu import cuda_on_cpu
 from pp_free_warmup.testing._rank_job import Job, Outcome
 
@@ -119,35 +120,11 @@ def _process_group(job: Job) -> Iterator[None]:
         # A rank that closed its sockets now would fail another that is still using them.
         store.set(f"done{job.rank}", "")
         store.wait([f"done{rank}" for rank in range(job.world_size)], patience)
-        _forget_megatron()
+        forget_megatron()
+        let_models_die()
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
-
-
-def _forget_megatron() -> None:
-    """Take down what Megatron keeps in module globals: groups, random states, sums for the log."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.tensor_parallel import random
-
-    from pp_free_warmup._megatron import loss_trackers
-
-    parallel_state.destroy_model_parallel()
-    random._CUDA_RNG_STATE_TRACKER = None
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    for wrapper in gc.get_objects():
-        # Its hooks on AccumulateGrad nodes refer to it through C++, where no collector sees the
-        # circle: it would stay for good, and with it its groups and their threads.
-        if isinstance(wrapper, DistributedDataParallel):
-            vars(wrapper).clear()
-    for owner, name, empty in loss_trackers():  # as long as the model that filled them first has layers
-        setattr(owner, name, empty)
-    for name in ("num_microbatches_calculator", "rerun_state_machine"):
-        module = sys.modules.get(f"megatron.core.{name}")
-        forget = getattr(module, f"destroy_{name}", None)
-        if forget is not None:
-            forget()
 
 
 def _trace(file: str | None = None) -> str:

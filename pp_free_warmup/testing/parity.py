@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._state_walk import Fields
 from pp_free_warmup._trace import BENIGN, changes
 from pp_free_warmup.testing import _recording as recording
+from pp_free_warmup.testing._afresh import forget_megatron
 from pp_free_warmup.testing.models import Layout, Schedule, Training, build
 
 __all__ = [
@@ -51,13 +51,12 @@ def forward_only_first(training: Training, schedule: Schedule, number: int) -> l
 
 
 def accumulated_gradients(training: Training, schedule: Schedule, number: int) -> list[Any]:
-    """Have gradients in the buffers when the schedule is first called, and do not zero them."""
+    """Have gradients in the buffers when the schedule is called, and do not zero them."""
     training.zero_grad()
-    if number == 0:
-        generator = torch.Generator().manual_seed(5)
-        for chunk in training.chunks:
-            for parameter in chunk.parameters():
-                parameter.main_grad.copy_(1e-3 * torch.randn(parameter.shape, generator=generator))
+    generator = torch.Generator().manual_seed(5 + number)
+    for chunk in training.chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(1e-3 * torch.randn(parameter.shape, generator=generator))
     return list(schedule(**training.schedule_arguments()))
 
 
@@ -66,6 +65,7 @@ def record(
     steps: int = 20,
     *,
     around: Around | None = None,
+    at: int = 0,
     seed: int = 1,
     script: Script = plain_step,
     make: Callable[[Layout, int], Training] = build,
@@ -78,7 +78,8 @@ def record(
     Args:
         layout: What to train.
         steps: How many steps.
-        around: Gives the context manager around the first step; the schedule is fetched inside.
+        around: Gives the context manager around one step; the schedule is fetched inside.
+        at: Which step that is, from 0.
         seed: Seeds weights, dropout and data.
         script: What a step does before the optimizer.
         make: Builds the training, for data or a forward step of one's own.
@@ -90,13 +91,14 @@ def record(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    _begin_anew()
+    forget_megatron()
+    dist.barrier()
     training = make(layout, seed)
     activations = recording.Activations()
     recorded = []
     with activations.watched(training.chunks):
         for number in range(steps):
-            with around(training) if around is not None and number == 0 else nullcontext():
+            with around(training) if around is not None and number == at else nullcontext():
                 losses = script(training, get_forward_backward_func(), number)
             recorded.append(_finished_step(training, activations, losses, whole=number in (0, steps - 1)))
     return recorded
@@ -137,18 +139,3 @@ def differences(run: list[Fields], other: list[Fields], limit: int = 40) -> list
 
 def _only(fields: Fields, paths: AbstractSet[str] | None) -> Fields:
     return fields if paths is None else {path: fields[path] for path in paths}
-
-
-def _begin_anew() -> None:
-    """Take down an earlier run's groups and what its layers left for the log; then wait for all ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-
-    parallel_state.destroy_model_parallel()
-    random._CUDA_RNG_STATE_TRACKER = None
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    for slot in megatron.loss_trackers():
-        setattr(slot.owner, slot.name, slot.lent)
-    for slot in megatron.loss_scales(()):
-        setattr(slot.owner, slot.name, None)
-    dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,42 +99,83 @@ def shuffled(workers: int, layout: Layout, seed: int) -> Training:
     return training
 
 
+def resumed(layout: Layout, seed: int) -> Training:
+    """Build a training that goes on from another one's checkpoint, with its random states and data."""
+    first = build(layout, seed)
+    for _ in range(3):
+        first.step()
+    saved = io.BytesIO()
+    torch.save([[chunk.state_dict() for chunk in first.chunks], first.optimizer.state_dict()], saved)
+    saved.seek(0)
+    models, optimizer = torch.load(saved, weights_only=False)
+    training = build(layout, seed + 1)
+    for chunk, state in zip(training.chunks, models, strict=True):
+        chunk.load_state_dict(state)
+    training.optimizer.load_state_dict(optimizer)
+    training.iterators = first.iterators
+    return training
+
+
 @dataclass(frozen=True)
 class Run:
-    """One configuration: how many ranks train what, and how."""
+    """One configuration: how many ranks train what, how, and before which step the warmed run is warmed."""
 
     n: int
     layout: Layout
     script: Script = plain_step
     make: Make = build
     kinds: tuple[str, ...] = ("training",)
+    at: int = 0
 
 
 SMALL = Layout(layers=2)
+VIRTUAL = Layout(vp=2)
 OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 COMBINED = Layout(vp=2, ep=2, moe=True, bf16=True, options={"overlap_moe_expert_parallel_comm": True})
 
 RUNS = {
     "pp2": Run(2, Layout()),
     "pp4": Run(4, Layout(pp=4)),
-    "pp2 vpp2": Run(2, Layout(vp=2)),
+    "pp2 vpp2": Run(2, VIRTUAL),
+    "pp2 vpp4": Run(2, Layout(vp=4, layers=8)),
+    "pp4 vpp2": Run(4, Layout(pp=4, vp=2, layers=8)),
+    "pp2, uneven": Run(2, Layout(layers=3, options={"num_layers_in_first_pipeline_stage": 1})),
+    "pp4, one microbatch": Run(4, Layout(pp=4, num_microbatches=1)),
+    "pp4, embedding and loss in stages of their own": Run(
+        4, Layout(pp=4, layers=2, options={"pipeline_model_parallel_layout": "E|t|t|L"})
+    ),
     "pp2 tp2": Run(4, replace(SMALL, tp=2)),
     "pp2 dp2, sharded and overlapped": Run(4, replace(SMALL, **OVERLAP)),
     "pp2 vpp2 dp2, sharded and overlapped": Run(4, Layout(vp=2, **OVERLAP)),
     "pp2 ep2, experts": Run(4, replace(SMALL, moe=True, ep=2)),
     "pp2 vpp2 ep2, combined steps": Run(4, COMBINED),
     "pp2 vpp2 ep2, combined steps, variable lengths": Run(4, replace(COMBINED, variable_seq_lengths=True)),
+    "pp2 ep2, experts, all gather": Run(4, replace(SMALL, moe=True, ep=2, dispatcher="allgather")),
+    "pp2 vpp2, experts": Run(2, replace(VIRTUAL, moe=True)),
+    "experts and multi-token prediction": Run(2, replace(SMALL, moe=True, mtp=1)),
     "full recompute": Run(2, replace(SMALL, recompute="full")),
+    "pp2 vpp2, full recompute": Run(2, replace(VIRTUAL, recompute="full")),
+    "pp2 vpp2, selective recompute": Run(2, replace(VIRTUAL, recompute="selective")),
     "selective recompute": Run(2, replace(SMALL, recompute="selective")),
     "untied": Run(2, replace(SMALL, tied=False)),
     "bf16": Run(2, replace(SMALL, bf16=True)),
+    "pp2 vpp2, bf16": Run(2, replace(VIRTUAL, bf16=True)),
     "fp16": Run(2, replace(SMALL, fp16=True)),
     "multi-token prediction": Run(2, replace(SMALL, mtp=1)),
+    "pp2 vpp2, multi-token prediction": Run(2, replace(VIRTUAL, mtp=1)),
+    "pp2 vpp2, variable lengths": Run(2, replace(VIRTUAL, variable_seq_lengths=True)),
     "variable lengths": Run(2, replace(SMALL, variable_seq_lengths=True)),
     "deallocated outputs": Run(2, replace(SMALL, deallocate=True)),
     "frozen first stage": Run(2, replace(SMALL, tied=False, frozen_stages=(0,))),
+    "pp2 vpp2, frozen first stage": Run(2, replace(VIRTUAL, tied=False, frozen_stages=(0,))),
+    "pp2 vpp2, forward-only first": Run(2, VIRTUAL, forward_only_first, kinds=("forward-only", "training")),
     "forward-only first": Run(2, SMALL, forward_only_first, kinds=("forward-only", "training")),
     "gradients at entry": Run(2, SMALL, accumulated_gradients),
+    "pp2 vpp2, gradients at entry": Run(2, VIRTUAL, accumulated_gradients),
+    "gradients at entry, in mid-run": Run(2, SMALL, accumulated_gradients, at=7),
+    "pp2 vpp2 dp2, sharded and overlapped, in mid-run": Run(4, replace(VIRTUAL, **OVERLAP), at=7),
+    "resumed from a checkpoint": Run(2, SMALL, make=resumed),
+    "resumed from a checkpoint, fp16": Run(2, replace(SMALL, fp16=True), make=resumed),
     "shuffling loader": Run(2, SMALL, make=partial(shuffled, 0)),
     "shuffling loader, 2 workers": Run(2, SMALL, make=partial(shuffled, 2)),
     "structured batches": Run(2, SMALL, make=structured),
@@ -152,7 +194,7 @@ def compare(name: str) -> None:
     cold = record(run.layout, STEPS, script=run.script, make=run.make)
     again = record(run.layout, COLD_STEPS, script=run.script, make=run.make)
     _assert_equal("two cold runs", cold, again)
-    warmed = record(run.layout, STEPS, script=run.script, make=run.make, around=around)
+    warmed = record(run.layout, STEPS, script=run.script, make=run.make, around=around, at=run.at)
     _assert_equal("a cold and a warmed run", cold, warmed)
 
     assert [(report.outcome, report.kind) for report in blocks[0].reports] == [("warmed", kind) for kind in run.kinds]
