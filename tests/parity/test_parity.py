@@ -133,58 +133,62 @@ VIRTUAL = Layout(vp=2)
 OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 COMBINED = Layout(vp=2, ep=2, moe=True, bf16=True, options={"overlap_moe_expert_parallel_comm": True})
 
+# Run every time; `nox -s slow` adds those below.
 RUNS = {
     "pp2": Run(2, Layout()),
     "pp4": Run(4, Layout(pp=4)),
     "pp2 vpp2": Run(2, VIRTUAL),
-    "pp2 vpp4": Run(2, Layout(vp=4, layers=8)),
-    "pp4 vpp2": Run(4, Layout(pp=4, vp=2, layers=8)),
-    "pp2, uneven": Run(2, Layout(layers=3, options={"num_layers_in_first_pipeline_stage": 1})),
-    "pp4, one microbatch": Run(4, Layout(pp=4, num_microbatches=1)),
-    "pp4, embedding and loss in stages of their own": Run(
-        4, Layout(pp=4, layers=2, options={"pipeline_model_parallel_layout": "E|t|t|L"})
-    ),
     "pp2 tp2": Run(4, replace(SMALL, tp=2)),
     "pp2 dp2, sharded and overlapped": Run(4, replace(SMALL, **OVERLAP)),
     "pp2 vpp2 dp2, sharded and overlapped": Run(4, Layout(vp=2, **OVERLAP)),
     "pp2 ep2, experts": Run(4, replace(SMALL, moe=True, ep=2)),
-    "pp2 vpp2 ep2, combined steps": Run(4, COMBINED),
-    "pp2 vpp2 ep2, combined steps, variable lengths": Run(4, replace(COMBINED, variable_seq_lengths=True)),
-    "pp2 ep2, experts, all gather": Run(4, replace(SMALL, moe=True, ep=2, dispatcher="allgather")),
     "pp2 vpp2, experts": Run(2, replace(VIRTUAL, moe=True)),
-    "experts and multi-token prediction": Run(2, replace(SMALL, moe=True, mtp=1)),
+    "pp2 vpp2 ep2, combined steps": Run(4, COMBINED),
+    "pp4, embedding and loss in stages of their own": Run(
+        4, Layout(pp=4, layers=2, options={"pipeline_model_parallel_layout": "E|t|t|L"})
+    ),
     "full recompute": Run(2, replace(SMALL, recompute="full")),
-    "pp2 vpp2, full recompute": Run(2, replace(VIRTUAL, recompute="full")),
-    "pp2 vpp2, selective recompute": Run(2, replace(VIRTUAL, recompute="selective")),
     "selective recompute": Run(2, replace(SMALL, recompute="selective")),
     "untied": Run(2, replace(SMALL, tied=False)),
     "bf16": Run(2, replace(SMALL, bf16=True)),
-    "pp2 vpp2, bf16": Run(2, replace(VIRTUAL, bf16=True)),
     "fp16": Run(2, replace(SMALL, fp16=True)),
     "multi-token prediction": Run(2, replace(SMALL, mtp=1)),
-    "pp2 vpp2, multi-token prediction": Run(2, replace(VIRTUAL, mtp=1)),
-    "pp2 vpp2, variable lengths": Run(2, replace(VIRTUAL, variable_seq_lengths=True)),
     "variable lengths": Run(2, replace(SMALL, variable_seq_lengths=True)),
     "deallocated outputs": Run(2, replace(SMALL, deallocate=True)),
     "frozen first stage": Run(2, replace(SMALL, tied=False, frozen_stages=(0,))),
-    "pp2 vpp2, frozen first stage": Run(2, replace(VIRTUAL, tied=False, frozen_stages=(0,))),
-    "pp2 vpp2, forward-only first": Run(2, VIRTUAL, forward_only_first, kinds=("forward-only", "training")),
     "forward-only first": Run(2, SMALL, forward_only_first, kinds=("forward-only", "training")),
     "gradients at entry": Run(2, SMALL, accumulated_gradients),
-    "pp2 vpp2, gradients at entry": Run(2, VIRTUAL, accumulated_gradients),
     "gradients at entry, in mid-run": Run(2, SMALL, accumulated_gradients, at=7),
-    "pp2 vpp2 dp2, sharded and overlapped, in mid-run": Run(4, replace(VIRTUAL, **OVERLAP), at=7),
     "resumed from a checkpoint": Run(2, SMALL, make=resumed),
-    "resumed from a checkpoint, fp16": Run(2, replace(SMALL, fp16=True), make=resumed),
     "shuffling loader": Run(2, SMALL, make=partial(shuffled, 0)),
     "shuffling loader, 2 workers": Run(2, SMALL, make=partial(shuffled, 2)),
     "structured batches": Run(2, SMALL, make=structured),
 }
 
+MORE_RUNS = {
+    "pp2 vpp4": Run(2, Layout(vp=4, layers=8)),
+    "pp4 vpp2": Run(4, Layout(pp=4, vp=2, layers=8)),
+    "pp2, uneven": Run(2, Layout(layers=3, options={"num_layers_in_first_pipeline_stage": 1})),
+    "pp4, one microbatch": Run(4, Layout(pp=4, num_microbatches=1)),
+    "pp2 vpp2 ep2, combined steps, variable lengths": Run(4, replace(COMBINED, variable_seq_lengths=True)),
+    "pp2 ep2, experts, all gather": Run(4, replace(SMALL, moe=True, ep=2, dispatcher="allgather")),
+    "experts and multi-token prediction": Run(2, replace(SMALL, moe=True, mtp=1)),
+    "pp2 vpp2, full recompute": Run(2, replace(VIRTUAL, recompute="full")),
+    "pp2 vpp2, selective recompute": Run(2, replace(VIRTUAL, recompute="selective")),
+    "pp2 vpp2, bf16": Run(2, replace(VIRTUAL, bf16=True)),
+    "pp2 vpp2, multi-token prediction": Run(2, replace(VIRTUAL, mtp=1)),
+    "pp2 vpp2, variable lengths": Run(2, replace(VIRTUAL, variable_seq_lengths=True)),
+    "pp2 vpp2, frozen first stage": Run(2, replace(VIRTUAL, tied=False, frozen_stages=(0,))),
+    "pp2 vpp2, forward-only first": Run(2, VIRTUAL, forward_only_first, kinds=("forward-only", "training")),
+    "pp2 vpp2, gradients at entry": Run(2, VIRTUAL, accumulated_gradients),
+    "pp2 vpp2 dp2, sharded and overlapped, in mid-run": Run(4, replace(VIRTUAL, **OVERLAP), at=7),
+    "resumed from a checkpoint, fp16": Run(2, replace(SMALL, fp16=True), make=resumed),
+}
+
 
 def compare(name: str) -> None:
     """Train cold, cold again, and warmed; assert on this rank that all three agree."""
-    run = RUNS[name]
+    run = (RUNS | MORE_RUNS)[name]
     blocks: list[Any] = []
 
     def around(training: Training) -> Any:
@@ -209,3 +213,10 @@ def _assert_equal(which: str, run: list[Any], other: list[Any]) -> None:
 def test_a_warmed_run_equals_a_cold_one(name: str) -> None:
     """Twenty steps agree to the bit, the warmup having really run; first, two cold runs agree."""
     run_on_ranks(compare, RUNS[name].n, name, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_RUNS)
+def test_more_warmed_runs_equal_cold_ones(name: str) -> None:
+    """The same of features in combination."""
+    run_on_ranks(compare, MORE_RUNS[name].n, name, timeout=300)
