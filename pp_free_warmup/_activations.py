@@ -49,7 +49,13 @@ class Neighbours:
         if megatron.is_first(call.groups, chunk, len(call.chunks)):
             return [None]
         shapes = megatron.receive_shapes(call.keywords, call.config, call.groups, call.interleaved)
-        return [self.made_up(shape or (1, 1, call.config.hidden_size)) for shape in shapes]
+        return [self.made_up(self._whole(chunk, shape or (1, 1, call.config.hidden_size))) for shape in shapes]
+
+    def _whole(self, chunk: int, shape: megatron.Shape) -> megatron.Shape:
+        """Lengthen a shape by the predictions that arrive behind the model's own hidden states."""
+        last = chunk == len(self._call.chunks) - 1
+        parts = megatron.hidden_states_in(self._call.config, self._call.groups, last_chunk=last)
+        return (parts * shape[0], *shape[1:])
 
     def gradients(self, outputs: list[Any]) -> list[torch.Tensor | None]:
         """Return what `recv_backward` would return: a gradient as large as each output that was sent."""
@@ -78,7 +84,7 @@ class Neighbours:
         def bind(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             shape = megatron.arriving_shape(self._call.config, self._call.groups, positional, named)
             if shape is not None:
-                inputs[:] = [self.made_up(shape)]
+                inputs[:] = [self.made_up(self._whole(chunk, shape))]
                 module.set_input_tensor(list(inputs))
 
         hook = owner.register_forward_pre_hook(bind, with_kwargs=True)

@@ -83,6 +83,24 @@ def is_last(groups: Groups, chunk: int, chunks: int) -> bool:
     return bool(is_pp_last_stage(groups.pipeline)) and chunk == chunks - 1
 
 
+def hidden_states_in(config: Any, groups: Groups, *, last_chunk: bool) -> int:
+    """Return how many hidden states arrive, one after the other along the sequence.
+
+    A stage behind one with multi-token prediction alone receives the model's and each prediction's
+    (`mtp_standalone`, 0.16 to 0.19; `process_mtp_loss` takes them apart again).
+
+    Args:
+        config: Megatron's config.
+        groups: The groups of the call.
+        last_chunk: Whether it is this stage's last chunk: only there can such layers lie before it.
+    """
+    if not getattr(config, "mtp_standalone", False) or not last_chunk:
+        return 1
+    stages = config.pipeline_model_parallel_layout.layout[: groups.pipeline.rank()]
+    predicted = any(layer.name == "mtp" for chunks in stages for layer in chunks[-1])
+    return 1 + config.mtp_num_layers if predicted else 1
+
+
 def receive_shapes(keywords: Mapping[str, Any], config: Any, groups: Groups, interleaved: bool) -> list[Shape]:
     """Return the shapes that a stage receives: ``[(sequence, microbatch, hidden)]``, or ``[()]`` if variable.
 

@@ -27,6 +27,7 @@ def start_parallel(layout: Layout, seed: int) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1 if layout.moe else None,
         create_gloo_process_groups=False,
+        get_embedding_ranks=_embedding_ranks(layout),
     )
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
@@ -36,6 +37,16 @@ def start_parallel(layout: Layout, seed: int) -> None:
         te_rng_tracker=layout.rng_tracker == "te",
         use_cudagraphable_rng=layout.rng_tracker == "graph-safe",
     )
+
+
+def _embedding_ranks(layout: Layout) -> Callable[..., list[int]] | None:
+    """Return which ranks of a pipeline hold the embedding; ``pretrain_gpt.py`` adds a stage with MTP alone."""
+    if "pipeline_model_parallel_layout" not in layout.options or not layout.mtp:
+        return None
+    from megatron.core.transformer.multi_token_prediction import get_mtp_ranks  # 0.16 on
+
+    config = TransformerConfig(**transformer_options(layout))
+    return lambda pipeline, *_: sorted({pipeline[0], *get_mtp_ranks(pipeline, config), pipeline[-1]})
 
 
 def build_chunks(layout: Layout) -> list[Any]:

@@ -169,11 +169,13 @@ def _iterators(layout: Layout, seed: int) -> list[Any]:
     """Give data to the first and the last chunk of the pipeline, as ``pretrain_gpt.py`` does.
 
     Where lengths vary every chunk has data, as in slime and verl: the batch tells a stage the length.
+    So it has under a layout of one's own, where layers that predict tokens may be in any stage.
     """
     from megatron.core import parallel_state
 
     data_rank = parallel_state.get_data_parallel_rank()
     rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), layout.vp or 1
     ends = {(0, 0), (layout.pp - 1, chunks - 1)}
-    given = [layout.variable_seq_lengths or (rank, chunk) in ends for chunk in range(chunks)]
+    all_of_them = layout.variable_seq_lengths or "pipeline_model_parallel_layout" in layout.options
+    given = [all_of_them or (rank, chunk) in ends for chunk in range(chunks)]
     return [batches(layout, seed, data_rank) if each else None for each in given]

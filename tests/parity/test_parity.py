@@ -147,6 +147,9 @@ RUNS = {
     "pp4, embedding and loss in stages of their own": Run(
         4, Layout(pp=4, layers=2, options={"pipeline_model_parallel_layout": "E|t|t|L"})
     ),
+    "pp4, multi-token prediction in a stage of its own": Run(
+        4, Layout(pp=4, layers=2, mtp=1, options={"pipeline_model_parallel_layout": "E|tt|m|L"})
+    ),
     "full recompute": Run(2, replace(SMALL, recompute="full")),
     "selective recompute": Run(2, replace(SMALL, recompute="selective")),
     "untied": Run(2, replace(SMALL, tied=False)),
