@@ -85,22 +85,20 @@ def record(
         make: Builds the training, for data or a forward step of one's own.
 
     Returns:
-        One mapping per step, from a path to exact text: losses, gradient norm, gradients before
-        the optimizer, parameters and buffers after it, activations, random states, loss trackers;
-        for the first and the last step also everything that `assert_leaves_no_trace` compares.
+        One mapping per step, from a path to exact text: losses, norm, gradients before the optimizer,
+        parameters and buffers after it, activations, random states, loss trackers; for the first,
+        the last and step *at* also everything that `assert_leaves_no_trace` compares.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     forget_megatron()
     dist.barrier()
-    training = make(layout, seed)
-    activations = recording.Activations()
-    recorded = []
+    training, activations, recorded = make(layout, seed), recording.Activations(), []
     with activations.watched(training.chunks):
         for number in range(steps):
             with around(training) if around is not None and number == at else nullcontext():
                 losses = script(training, get_forward_backward_func(), number)
-            recorded.append(_finished_step(training, activations, losses, whole=number in (0, steps - 1)))
+            recorded.append(_finished_step(training, activations, losses, whole=number in (0, at, steps - 1)))
     return recorded
 
 

@@ -198,10 +198,11 @@ def compare(name: str) -> None:
         blocks.append(pipeline_warmup(training.chunks, training.optimizer))
         return blocks[-1]
 
-    cold = record(run.layout, STEPS, script=run.script, make=run.make)
-    again = record(run.layout, COLD_STEPS, script=run.script, make=run.make)
+    recorded = partial(record, run.layout, script=run.script, make=run.make, at=run.at)
+    cold = recorded(STEPS)
+    again = recorded(COLD_STEPS)
     _assert_equal("two cold runs", cold, again)
-    warmed = record(run.layout, STEPS, script=run.script, make=run.make, around=around, at=run.at)
+    warmed = recorded(STEPS, around=around)
     _assert_equal("a cold and a warmed run", cold, warmed)
 
     assert [(report.outcome, report.kind) for report in blocks[0].reports] == [("warmed", kind) for kind in run.kinds]
