@@ -58,7 +58,7 @@ class Flow:
             What was done; ``outcome`` is ``"skipped"`` where some rank could or would not.
 
         Raises:
-            WarmupFailed: A rank failed; every rank's state was put back.
+            WarmupFailed: A rank failed; this rank's state was put back.
             RestoreFailed: This rank's state could not be put back.
         """
         with self._ballot.watching(logger.warning):
@@ -70,11 +70,13 @@ class Flow:
         if decision is None:  # the guards could not save: say so where the others wait for the first vote
             decision = self._ballot.vote(Word.FAILED, describe(trouble))
             self._raise(trouble, decision)
-        if decision.word is Word.GO:
-            word = Word.GO if trouble is None else Word.FAILED
-            decision = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
-        if trouble is not None or decision.word is Word.FAILED:
+        if decision.word is Word.FAILED:
             self._raise(trouble, decision)
+        if not decision.is_off_everywhere:  # some rank has saved, and has put back by now, or could not
+            word = Word.GO if trouble is None else Word.FAILED
+            ended = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
+            if trouble is not None or ended.word is Word.FAILED:
+                self._raise(trouble, ended)
         if decision.word not in (Word.GO, Word.WARM):
             return WarmupReport("skipped", self._kind, reason=reasons_of(decision))
         return self._open_channels(decision)
@@ -184,7 +186,7 @@ class Flow:
         return WarmupFailed(
             "The warmup of the pipeline failed and was undone.",
             found=found,
-            matters=f"This call's real step was not run, and every rank's state was put back.{data}",
+            matters=f"This call's real step was not run, and this rank's state was put back.{data}",
             do="Mend the error named above; to run without the warmup, set PP_FREE_WARMUP=0.",
         )
 

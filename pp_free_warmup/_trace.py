@@ -25,9 +25,6 @@ NOT_LOOKED_AT = ("torch", "builtins", "pp_free_warmup")
 
 # Paths that a forward and backward may change without a trace in training, and why.
 BENIGN = (
-    # Pairs with the parameters that were really gathered; a flag put back would gather them again.
-    "*.param_gather_handle",
-    "*.param_gather_dispatched",
     # Scratch that every forward overwrites before it reads it.
     "*.token_dispatcher.*",
     "*.token_dispatcher",
@@ -37,6 +34,8 @@ BENIGN = (
     # Filled once with values that do not depend on the batch.
     "megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER*",
     "*.rotary_pos_emb_cache*",
+    # Streams that the first combined step makes, and every later one finds.
+    "megatron.core.pipeline_parallel.utils:_COM?_STREAM",
     "megatron.core.tensor_parallel.random:_share_storage_ext",
     # What torch.compile notes of code that stays compiled.
     "*._dynamo_*",

@@ -19,7 +19,7 @@ from pp_free_warmup._flow import Flow, describe, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import WarmupReport, logger
-from pp_free_warmup.errors import UnsupportedSetup
+from pp_free_warmup.errors import UnsupportedMegatron, UnsupportedSetup
 
 DEFAULT_PATIENCE_S = 1800.0
 NOT_CALLED = (
@@ -95,7 +95,11 @@ class PipelineWarmup:
         return WarmupReport("skipped", reason="nothing was left to do") if self.called else WarmupReport("not called")
 
     def __enter__(self) -> PipelineWarmup:
-        _patch.arm(self)
+        try:
+            _patch.arm(self)
+        except UnsupportedMegatron:
+            if not self._options.is_off_for_good:  # switching it off is the way out that the error names
+                raise
         return self
 
     def __exit__(self, *error: object) -> None:

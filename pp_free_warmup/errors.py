@@ -51,7 +51,7 @@ class UnsupportedMegatron(WarmupError, RuntimeError):
 
 
 class WarmupFailed(WarmupError, RuntimeError):
-    """The warmup itself failed on some rank; every rank's state was put back."""
+    """The warmup itself failed on some rank; this rank's state was put back. One that could not says so itself."""
 
 
 class RankSilent(WarmupFailed):

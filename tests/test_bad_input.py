@@ -132,6 +132,16 @@ def test_an_unknown_megatron(monkeypatch, missing):
     assert all(getattr(schedules, name) is value for name, value in before.items())
 
 
+def test_an_unknown_megatron_is_no_matter_where_the_warmup_is_off(monkeypatch):
+    """The way out that the error names works: switched off, a block neither checks nor patches."""
+    monkeypatch.delattr(schedules, "backward_step")
+    with pipeline_warmup(enabled=False):
+        pass
+    monkeypatch.setenv("PP_FREE_WARMUP", "0")
+    with pipeline_warmup():
+        assert not hasattr(getattr(schedules, SCHEDULE), "__wrapped__")
+
+
 @ranks(2)
 def test_a_model_without_a_config():
     """A torch module that Megatron did not build is refused by name."""

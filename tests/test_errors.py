@@ -243,7 +243,7 @@ def test_a_failed_pass():
     assert str(_raised(lambda: call(training, _bare()))) == _text(
         "The warmup of the pipeline failed and was undone.",
         "Found: rank 1: ValueError: no such kernel; expected every rank to finish its local pass.",
-        f"Why it matters: This call's real step was not run, and every rank's state was put back.{consumed}",
+        f"Why it matters: This call's real step was not run, and this rank's state was put back.{consumed}",
         "What to do: Mend the error named above; to run without the warmup, set PP_FREE_WARMUP=0.",
     )
 

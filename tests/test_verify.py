@@ -151,6 +151,14 @@ def test_a_guard_of_ones_own_ends_the_complaint() -> None:
     assert warmup.report.outcome == "warmed"
 
 
+@ranks(4)
+def test_combined_steps_leave_no_trace() -> None:
+    """Neither their streams nor what each layer keeps for its weight gradients are complained of."""
+    options = {"overlap_moe_expert_parallel_comm": True}
+    training = models.build(Layout(vp=2, ep=2, moe=True, bf16=True, options=options))
+    assert _warmed(training).report.outcome == "warmed"
+
+
 @ranks(2)
 def test_it_can_be_switched_on_from_outside() -> None:
     """``PP_FREE_WARMUP_VERIFY=1`` looks as well; by default nobody does."""

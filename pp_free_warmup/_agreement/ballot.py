@@ -87,7 +87,7 @@ class Ballot:
             RankSilent: A rank gave no sign of life for longer than the timeout, or the store is gone.
         """
         try:
-            decision = self._held(word, reason, detail)
+            decision = self._over or self._held(word, reason, detail)
         except StoreLost as lost:
             heard = self._heard if self._watcher is None else self._watcher.heard
             if heard is None:
@@ -99,6 +99,12 @@ class Ballot:
         if decision.silent:
             raise _rank_silent(decision.silent, self._timeout)
         return decision
+
+    @property
+    def _over(self) -> Decision | None:
+        """The failure of a vote that an exception ended on this rank: there are no more votes in this call."""
+        ended = self._meeting.broken_off
+        return ended if ended is not None and ended.word is Word.FAILED else None
 
     def _held(self, word: Word, reason: str, detail: Mapping[str, float] | None) -> Decision:
         if word is Word.FAILED and BROKEN_OFF.search(reason):
@@ -157,6 +163,9 @@ class Ballot:
     def _give_up(self, reason: str) -> None:
         """Let the others find this rank's failure at the vote that it will not take part in."""
         if self._failed:
+            return
+        if self._over is not None:
+            self.linger()
             return
         try:
             self._meeting.give_up(Tally.of(dist.get_rank(), Word.FAILED, reason))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from pp_free_warmup._agreement.halls import Hall, Place
-from pp_free_warmup._agreement.mailbox import Mailbox
+from pp_free_warmup._agreement.mailbox import Mailbox, StoreLost
 from pp_free_warmup._agreement.pace import Pace
 from pp_free_warmup._agreement.signs import Heart, Signs, read_phases
 from pp_free_warmup._agreement.words import Decision, Reason, Tally, Word, decide
@@ -36,6 +36,9 @@ class Meeting:
         pace: How often to ask.
         timeout: Seconds without a sign of life after which a rank counts as lost.
         rank: This process's global rank.
+
+    Attributes:
+        broken_off: The decision of a vote that an exception ended on this rank, where there is one.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Meeting:
         self._timeout = timeout
         self._rank = rank
         self._box: Place | None = None
+        self.broken_off: Decision | None = None
         self._signs = Signs(mailbox, timeout, pace.sign)
 
     @property
@@ -66,6 +70,12 @@ class Meeting:
             self._begin(mine)
             found = self._speak_up()
             return found if found is not None else self._until(self._decision, self._awaited_above)
+        except StoreLost:
+            raise
+        except BaseException as error:  # an interrupt, or a signal's handler that raised
+            self._settle(Decision(Word.FAILED, (Reason(self._rank, Word.FAILED, f"{type(error).__name__}: {error}"),)))
+            self.broken_off = self._decision()
+            raise
         finally:
             self._rise()
 

@@ -133,6 +133,11 @@ class Decision:
     stages: tuple[Tally, ...] = ()
     silent: str = ""
 
+    @property
+    def is_off_everywhere(self) -> bool:
+        """True where every rank said `Word.OFF`, and so none has touched anything."""
+        return bool(self.stages) and {word for stage in self.stages for word in stage.words} == {Word.OFF}
+
     def text(self) -> str:
         """Write this as JSON."""
         return json.dumps(asdict(self))

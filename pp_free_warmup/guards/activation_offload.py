@@ -18,11 +18,13 @@ def activation_offload(call: ScheduleCall) -> Iterator[None]:
         single chunk of several is no whole plan: its backward would find nothing to load.
     Put back by: lending the manager away, with a class that makes no chunk handler; then the
         old manager and the marks.
-    Missed by: an assertion in the backward of step 0, which finds one chunk more than it runs.
+    Missed by: an assertion in the backward of step 0, which finds one chunk more than it runs; an
+        ``empty_cache`` when the pass's own manager dies, in the middle of training.
     """
     with ExitStack() as kept:
         for slot in megatron.offload_plan():
             kept.enter_context(swapped(*slot))
+        kept.callback(megatron.quiet_offload_pool)
         for owner, names in list(megatron.offload_marks(call.modules())):
             kept.enter_context(attributes_kept(owner, names))
         yield

@@ -10,7 +10,7 @@ from typing import Any
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _transformer_engine as te
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import emptied, swapped
+from pp_free_warmup._undo import attributes_kept, emptied, swapped
 
 
 @contextmanager
@@ -18,7 +18,8 @@ def deferred_wgrad(call: ScheduleCall) -> Iterator[None]:
     """Leave no gradient of the warmup to be computed by the real step.
 
     Changed by: the output layer under ``defer_embedding_wgrad_compute`` (activations in the forward,
-        gradients in the backward) and layers under ``delay_wgrad_compute``.
+        gradients in the backward), layers under ``delay_wgrad_compute``, and every layer of a
+        combined step, which keeps what would compute them.
     Put back by: emptying the lists for the pass, lending an empty queue, then the old contents.
     Missed by: an assertion at the end of the first step, which clears one of the two lists only;
         gradients that contain the warmup's.
@@ -30,4 +31,7 @@ def deferred_wgrad(call: ScheduleCall) -> Iterator[None]:
         for store in list(te.delayed_weight_gradients(modules)):
             queue: Queue[Any] = Queue()
             kept.enter_context(swapped(store, "context", queue))
+        for module in modules:
+            if hasattr(module, "init_backward_dw_wrapper"):  # 0.16 on
+                kept.enter_context(attributes_kept(module, ("backward_dw_wrapper",)))
         yield

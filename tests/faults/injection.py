@@ -21,6 +21,7 @@ from pp_free_warmup import _channels, in_warmup, pipeline_warmup
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _preflight as preflight
 from pp_free_warmup._agreement import Ballot
+from pp_free_warmup._agreement.meeting import Meeting
 from pp_free_warmup._ledger import TRAINING, Page, ledger
 from pp_free_warmup._trace import changes, observed
 from pp_free_warmup._undo import swapped
@@ -117,6 +118,8 @@ def place(trial: Trial, training: Any, placed: ExitStack) -> tuple[bool, list[An
     Returns:
         What to pass as ``enabled`` and as ``extra_guards``.
     """
+    if dist.get_rank() in trial.off:
+        return False, []
     if dist.get_rank() not in trial.ranks:
         return True, []
     if trial.fault == "off":
@@ -207,6 +210,11 @@ def _in_vote(trial: Trial, _training: Any, placed: ExitStack, act: Callable[[], 
     _before(placed, Ballot, "vote", int(trial.point.split()[1]), act)
 
 
+def _inside_vote(trial: Trial, _training: Any, placed: ExitStack, act: Callable[[], None]) -> None:
+    """Act once this rank has spoken in the vote, where it would wait for the others."""
+    _before(placed, Meeting, "_speak_up", int(trial.point.split()[1]), act)
+
+
 def _in_channel(trial: Trial, _training: Any, placed: ExitStack, act: Callable[[], None]) -> None:
     _before(placed, megatron, "exchange", int(trial.point.split()[1]), act)
     assert _channels.megatron is megatron
@@ -224,4 +232,10 @@ def _before(placed: ExitStack, owner: Any, name: str, number: int, act: Callable
     placed.enter_context(swapped(owner, name, calling))
 
 
-PLACES = {"forward": _in_forward, "backward": _in_backward, "vote": _in_vote, "channel": _in_channel}
+PLACES = {
+    "forward": _in_forward,
+    "backward": _in_backward,
+    "vote": _in_vote,
+    "inside": _inside_vote,
+    "channel": _in_channel,
+}

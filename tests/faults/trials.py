@@ -22,6 +22,7 @@ class Trial:
         layout: A name in `injection.LAYOUTS`.
         store: Who serves the store, see `run_forked`.
         nth: At which pass through the point, from 0 (virtual stages pass some twice).
+        off: Ranks that are switched off, so that the others save and put back without a pass.
     """
 
     fault: str
@@ -30,10 +31,12 @@ class Trial:
     layout: str = "pp4"
     store: str = "agent"
     nth: int = 0
+    off: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [self.fault, self.point, f"on {','.join(map(str, self.ranks))}", self.layout, self.store]
-        return " ".join(filter(None, [*parts, f"nth {self.nth}" if self.nth else ""]))
+        more = [f"nth {self.nth}" if self.nth else "", f"off {','.join(map(str, self.off))}" if self.off else ""]
+        return " ".join(filter(None, [*parts, *more]))
 
 
 def _of_a_line() -> Iterable[Trial]:
@@ -48,6 +51,25 @@ def _of_a_line() -> Iterable[Trial]:
     for point in ("save", "forward", "backward"):
         for ranks in WHO.values():
             yield Trial("oom", point, ranks)
+
+
+def _of_waits() -> Iterable[Trial]:
+    """An interrupt, or death, while waiting inside a vote."""
+    for vote in (1, 2, 3):
+        for who, ranks in WHO.items():
+            yield Trial("raise", f"inside {vote}", ranks)
+            # Who has spoken in the last vote and then dies does so in the real step, unless it is the one who decides.
+            if who == "first" or (who != "all" and vote < 3):
+                yield Trial("kill", f"inside {vote}", ranks)
+    for rank in range(4):  # one that leads its stage, and one that does not
+        yield Trial("raise", "inside 1", (rank,), layout="tp2")
+        yield Trial("raise", "inside 2", (rank,), layout="tp2")
+
+
+def _of_calls_without_a_pass() -> Iterable[Trial]:
+    """A rank that cannot put back what it saved for a pass that another rank declined."""
+    for rank in range(4):
+        yield Trial("raise", "restore", (rank,), off=((rank + 1) % 4,))
 
 
 def _of_decisions() -> Iterable[Trial]:
@@ -81,4 +103,4 @@ def _of_grids() -> Iterable[Trial]:
                     yield Trial(fault, point, (rank,), layout="vp2", nth=nth)
 
 
-TRIALS = (*_of_a_line(), *_of_decisions(), *_of_stores(), *_of_grids())
+TRIALS = (*_of_a_line(), *_of_waits(), *_of_calls_without_a_pass(), *_of_decisions(), *_of_stores(), *_of_grids())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import warnings
@@ -167,6 +168,25 @@ def test_offloading_learns_no_plan_from_the_pass(guarded, stack):
     assert (started is tensor) is guarded
     assert len(manager._cached_chunks_forward) == (0 if guarded else 1)
     assert offload.PipelineOffloadManager.get_instance() is manager
+
+
+@pytest.mark.skipif(real(OFFLOAD) is None, reason="fine-grained offloading came with 0.16")
+@with_and_without
+def test_the_offload_manager_of_the_pass_empties_no_cache(guarded, stack, monkeypatch):
+    """Its pool would call ``empty_cache`` whenever the collector finds it; the run's own manager still may."""
+    offload, emptied = real(OFFLOAD), []
+    gc.collect()  # other tests' managers
+    stack.enter_context(cuda_on_cpu())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    stack.enter_context(swapped(offload.PipelineOffloadManager, "OFFLOAD_MGR", None))
+    with during(guards.activation_offload, call_of(plain()), guarded):
+        offload.PipelineOffloadManager.get_instance()
+    if not guarded:
+        offload.PipelineOffloadManager.OFFLOAD_MGR = None
+    gc.collect()
+
+    assert emptied == ([] if guarded else [1])
 
 
 def _first_of_two_chunks():
