@@ -175,6 +175,8 @@ LAYOUTS = {
 def test_the_pass_is_given_what_the_real_step_is_given(name):
     """On every stage and chunk the made-up activation has the real one's shape, dtype and need for a gradient."""
     n, layout = LAYOUTS[name]
+    if layout.mtp and "mtp_standalone" not in TransformerConfig.__dataclass_fields__:
+        pytest.skip("predictions in a stage of their own came with 0.16")
     for rank, chunks in enumerate(run_on_ranks(_arrivals, n, layout)):
         for number, (made_up, real) in enumerate(chunks):
             assert made_up == real, f"rank {rank}, chunk {number}"
