@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class ScheduleCall:
     groups: megatron.Groups
     interleaved: bool
     random: CallerRandom
+    _modules: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
 
     @property
     def forward_only(self) -> bool:
@@ -47,26 +48,35 @@ class ScheduleCall:
         return int(self.keywords["num_microbatches"])
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """Iterate over every module of every chunk, each once, wrappers included."""
-        seen: set[int] = set()
-        for chunk in self.chunks:
-            for module in chunk.modules():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield module
+        """Iterate over every module of every chunk, each once, wrappers included.
+
+        They are looked up once, in the registries: torch's own walk takes longer than most guards.
+        """
+        if not self._modules:
+            self._modules.extend(_reachable(self.chunks))
+        return iter(self._modules)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Iterate over every parameter of every chunk, each once."""
-        seen: set[int] = set()
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        registries = (vars(module)["_parameters"] for module in self.modules())
+        found = {id(one): one for registry in registries for one in registry.values() if one is not None}
+        yield from found.values()
 
     def configs(self) -> Iterator[Any]:
         """Iterate over the chunks' configs, each object once."""
         yield from {id(config): config for config in map(megatron.config_of, self.chunks)}.values()
+
+
+def _reachable(chunks: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:
+    """Return the chunks and all modules below them, each once, parents first and in the order of registration."""
+    found: dict[int, torch.nn.Module] = {}
+    waiting = list(chunks)[::-1]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in reversed(vars(module)["_modules"].values()) if child is not None]
+    return found.values()
 
 
 def first_chunk(keywords: Mapping[str, Any]) -> torch.nn.Module:

@@ -143,16 +143,18 @@ def mapping_kept(mapping: dict[K, V]) -> Iterator[None]:
 
 
 @contextmanager
-def entries_kept(mapping: dict[K, V], keys: Collection[K]) -> Iterator[None]:
-    """Keep the objects that the listed keys of *mapping* lead to, those that are absent included."""
-    before = {key: mapping[key] for key in keys if key in mapping}
-    absent = [key for key in keys if key not in before]
+def entries_kept(mappings: Iterable[dict[K, V]], keys: Collection[K]) -> Iterator[None]:
+    """Keep the objects that the listed keys lead to in each of *mappings*, those that are absent included."""
+    before = [(mapping, {key: mapping[key] for key in keys if key in mapping}) for mapping in mappings]
     try:
         yield
     finally:
-        mapping.update(before)
-        for key in absent:
-            mapping.pop(key, None)
+        for mapping, entries in before:
+            for key in keys:
+                if key in entries:
+                    mapping[key] = entries[key]
+                else:
+                    mapping.pop(key, None)
 
 
 @contextmanager

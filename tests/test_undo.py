@@ -184,7 +184,7 @@ def test_kept_attributes_come_back():
 def test_kept_entries_come_back():
     """Of a mapping, only the listed keys."""
     mapping = {"a": 1, "b": 2}
-    with entries_kept(mapping, ["a", "c"]):
+    with entries_kept([mapping], ["a", "c"]):
         mapping.update(a=3, b=4, c=5)
 
     assert mapping == {"a": 1, "b": 4}

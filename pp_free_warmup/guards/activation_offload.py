@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import attributes_kept, swapped
+from pp_free_warmup._undo import entries_kept, swapped
 
 
 @contextmanager
@@ -21,10 +21,11 @@ def activation_offload(call: ScheduleCall) -> Iterator[None]:
     Missed by: an assertion in the backward of step 0, which finds one chunk more than it runs; an
         ``empty_cache`` when the pass's own manager dies, in the middle of training.
     """
+    marked = list(megatron.offload_marks(call.modules()))
+    names = {name for _, names in marked for name in names}
     with ExitStack() as kept:
         for slot in megatron.offload_plan():
             kept.enter_context(swapped(*slot))
         kept.callback(megatron.quiet_offload_pool)
-        for owner, names in list(megatron.offload_marks(call.modules())):
-            kept.enter_context(attributes_kept(owner, names))
+        kept.enter_context(entries_kept([vars(owner) for owner, _ in marked], names))
         yield

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import contents_kept, mapping_kept, tensors_kept
+from pp_free_warmup._undo import contents_kept, tensors_kept
 
 
 @contextmanager
@@ -20,10 +20,7 @@ def buffers(call: ScheduleCall) -> Iterator[None]:
     Missed by: the expert bias, which the counted tokens move at the end of the step.
     """
     registries = [vars(module)["_buffers"] for module in call.modules()]
+    unsaved = [vars(module)["_non_persistent_buffers_set"] for module in call.modules()]
     tensors = {id(b): b for registry in registries for b in registry.values() if b is not None}
-    with ExitStack() as kept:
-        kept.enter_context(tensors_kept(tensors.values()))
-        for module in call.modules():
-            kept.enter_context(mapping_kept(vars(module)["_buffers"]))
-            kept.enter_context(contents_kept(vars(module)["_non_persistent_buffers_set"]))
+    with tensors_kept(tensors.values()), contents_kept(*registries, *unsaved):
         yield

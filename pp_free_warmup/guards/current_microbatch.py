@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._undo import entries_kept
@@ -17,7 +17,5 @@ def current_microbatch(call: ScheduleCall) -> Iterator[None]:
     Put back by: the attribute as it was on each layer, or absent.
     Missed by: the field itself; a later forward without a schedule, which would replay graph 0.
     """
-    with ExitStack() as kept:
-        for module in call.modules():
-            kept.enter_context(entries_kept(vars(module), ("current_microbatch",)))
+    with entries_kept(map(vars, call.modules()), ("current_microbatch",)):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _transformer_engine as te
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import attributes_kept, emptied, swapped
+from pp_free_warmup._undo import emptied, entries_kept, swapped
 
 
 @contextmanager
@@ -31,7 +31,6 @@ def deferred_wgrad(call: ScheduleCall) -> Iterator[None]:
         for store in list(te.delayed_weight_gradients(modules)):
             queue: Queue[Any] = Queue()
             kept.enter_context(swapped(store, "context", queue))
-        for module in modules:
-            if hasattr(module, "init_backward_dw_wrapper"):  # 0.16 on
-                kept.enter_context(attributes_kept(module, ("backward_dw_wrapper",)))
+        layers = [module for module in modules if hasattr(type(module), "init_backward_dw_wrapper")]  # 0.16 on
+        kept.enter_context(entries_kept(map(vars, layers), ("backward_dw_wrapper",)))
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._undo import entries_kept
@@ -20,7 +20,5 @@ def first_microbatch(call: ScheduleCall) -> Iterator[None]:
     Put back by: the flags as they were.
     Missed by: weights that were cached in FP8 in the pass and are not cast again in the first step.
     """
-    with ExitStack() as kept:
-        for module in call.modules():
-            kept.enter_context(entries_kept(vars(module), NAMES))
+    with entries_kept(map(vars, call.modules()), NAMES):
         yield

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import entries_kept
 
 
 @contextmanager
@@ -25,12 +25,10 @@ def gradients(call: ScheduleCall) -> Iterator[None]:
     parameters = list(call.parameters())
     mains = {p: vars(p)["main_grad"] for p in parameters if vars(p).get("main_grad") is not None}
     scratch = _scratch(mains.values())
-    with ExitStack() as lent:
-        for parameter in parameters:
-            lent.enter_context(_without_grad(parameter))
+    with _without_grad(parameters), entries_kept(map(vars, mains), ("main_grad",)):
         for parameter, main in mains.items():
             view = scratch[main.dtype, main.device].as_strided(main.size(), main.stride())
-            lent.enter_context(swapped(parameter, "main_grad", view))
+            vars(parameter)["main_grad"] = view
         yield
 
 
@@ -43,9 +41,12 @@ def _scratch(mains: Iterable[torch.Tensor]) -> dict[tuple[torch.dtype, torch.dev
 
 
 @contextmanager
-def _without_grad(parameter: torch.nn.Parameter) -> Iterator[None]:
-    before, parameter.grad = parameter.grad, None
+def _without_grad(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    before = [parameter.grad for parameter in parameters]
     try:
+        for parameter in parameters:
+            parameter.grad = None
         yield
     finally:
-        parameter.grad = before
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad

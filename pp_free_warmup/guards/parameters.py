@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-import torch
+from contextlib import contextmanager
 
 from pp_free_warmup._call import ScheduleCall
 
@@ -21,19 +19,11 @@ def parameters(call: ScheduleCall) -> Iterator[None]:
     Put back by: the very objects that were there; attributes that appeared are deleted, the compiler's excepted.
     Missed by: the first step's gradients: an unfused one is skipped where the flag still says "added".
     """
-    with ExitStack() as kept:
-        for parameter in call.parameters():
-            kept.enter_context(_attributes_kept(parameter))
-        yield
-
-
-@contextmanager
-def _attributes_kept(parameter: torch.nn.Parameter) -> Iterator[None]:
-    attributes = vars(parameter)
-    before = dict(attributes)
+    before = [(vars(parameter), dict(vars(parameter))) for parameter in call.parameters()]
     try:
         yield
     finally:
-        noted = {name: value for name, value in attributes.items() if name.startswith(COMPILER)}
-        attributes.clear()
-        attributes.update(before | noted)
+        for attributes, kept in before:
+            noted = {name: value for name, value in attributes.items() if name.startswith(COMPILER)}
+            attributes.clear()
+            attributes.update(kept | noted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._undo import entries_kept
@@ -23,7 +23,5 @@ def stage_inputs(call: ScheduleCall) -> Iterator[None]:
     Put back by: the object that was there before.
     Missed by: memory: one activation per chunk; a forward without a schedule, which would start from it.
     """
-    with ExitStack() as kept:
-        for module in call.modules():
-            kept.enter_context(entries_kept(vars(module), NAMES))
+    with entries_kept(map(vars, call.modules()), NAMES):
         yield

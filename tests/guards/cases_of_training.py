@@ -256,7 +256,7 @@ def _timed_call(stack):
     timers = Timers(2, "max")
     loop = ModuleType("megatron.training.global_vars")  # the wheels of 0.16 and before do not ship it
     loop._GLOBAL_TIMERS = timers
-    stack.enter_context(entries_kept(sys.modules, [loop.__name__]))
+    stack.enter_context(entries_kept([sys.modules], [loop.__name__]))
     sys.modules[loop.__name__] = loop
     timers("interval").start()
     timers("batch").start()
