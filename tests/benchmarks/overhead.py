@@ -1,7 +1,7 @@
 """Measure what a warmup costs beside its pass: `python tests/benchmarks/overhead.py [STAGES]`.
 
-Four stages unless told otherwise, each of at least a thousand modules: saving, voting and putting back, without the local
-pass, the channels, and the wait for a stage that is still busy.
+Four stages unless told otherwise, each of at least a thousand modules: saving, voting and putting back,
+without the local pass, the channels, and the wait for a stage that is still busy.
 """
 
 from __future__ import annotations
