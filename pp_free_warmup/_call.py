@@ -102,8 +102,12 @@ def not_a_model(found: object) -> UnsupportedSetup:
     )
 
 
-def faces_of(model: Any) -> list[torch.nn.Module]:
-    """Return every chunk of what the user passed as model, as passed and unwrapped."""
+def chunks_of(model: Any) -> list[torch.nn.Module]:
+    """Return the chunks of what the user passed as model: one module, or several.
+
+    Raises:
+        UnsupportedSetup: It is neither.
+    """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     if not isinstance(chunks, Iterable) or isinstance(chunks, (str, bytes)):
         raise not_a_model(model)
@@ -113,7 +117,12 @@ def faces_of(model: Any) -> list[torch.nn.Module]:
             raise not_a_model(chunk)
     if not chunks:
         raise not_a_model(model)
-    return [face for chunk in chunks for face in (chunk, megatron.unwrapped(chunk))]
+    return chunks
+
+
+def faces_of(model: Any) -> list[torch.nn.Module]:
+    """Return every chunk of what the user passed as model, as passed and unwrapped."""
+    return [face for chunk in chunks_of(model) for face in (chunk, megatron.unwrapped(chunk))]
 
 
 def read_call(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> ScheduleCall:

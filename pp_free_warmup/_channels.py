@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup._call import ScheduleCall, faces_of
+from pp_free_warmup._call import ScheduleCall, chunks_of
 from pp_free_warmup.errors import NotInitialized, UnsupportedSetup
 
 
@@ -88,7 +88,7 @@ def prime_channels(
             rebuild_process_groups()
             prime_channels(model)
     """
-    chunks = faces_of(model)[::2]
+    chunks = chunks_of(model)
     _refuse(channels, p2p_communicator)
     config = megatron.config_of(chunks[0])
     given = {"pg_collection": pg_collection, "p2p_communicator": p2p_communicator}

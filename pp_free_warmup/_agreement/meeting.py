@@ -73,7 +73,8 @@ class Meeting:
         except StoreLost:
             raise
         except BaseException as error:  # an interrupt, or a signal's handler that raised
-            self._settle(Decision(Word.FAILED, (Reason(self._rank, Word.FAILED, f"{type(error).__name__}: {error}"),)))
+            said = Tally.of(self._rank, Word.FAILED, f"{type(error).__name__}: {error}")
+            self._settle(Decision(Word.FAILED, said.reasons))
             self.broken_off = self._decision()
             raise
         finally:
