@@ -36,6 +36,7 @@ class ScheduleCall:
     interleaved: bool
     random: CallerRandom
     _modules: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
+    _parameters: list[torch.nn.Parameter] = field(default_factory=list, init=False, repr=False)
 
     @property
     def forward_only(self) -> bool:
@@ -57,10 +58,12 @@ class ScheduleCall:
         return iter(self._modules)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Iterate over every parameter of every chunk, each once."""
-        registries = (vars(module)["_parameters"] for module in self.modules())
-        found = {id(one): one for registry in registries for one in registry.values() if one is not None}
-        yield from found.values()
+        """Iterate over every parameter of every chunk, each once; looked up once, too."""
+        if not self._parameters:
+            registries = (vars(module)["_parameters"] for module in self.modules())
+            found = {id(one): one for registry in registries for one in registry.values() if one is not None}
+            self._parameters.extend(found.values())
+        return iter(self._parameters)
 
     def configs(self) -> Iterator[Any]:
         """Iterate over the chunks' configs, each object once."""

@@ -31,32 +31,35 @@ def fp8_manager_fields() -> Iterator[tuple[type, tuple[str, ...]]]:
         yield manager, tuple(name for name, value in vars(manager).items() if _is_data(name, value))
 
 
-def fp8_objects(modules: Modules) -> Iterator[Any]:
+def fp8_layers(modules: Modules) -> list[torch.nn.Module]:
+    """Return layers (``fp8_meta``) and operations of the op fuser (``_fp8_metas``), those without scales yet too."""
+    return [module for module in modules if "fp8_meta" in vars(module) or "_fp8_metas" in vars(module)]
+
+
+def fp8_objects(layers: Modules) -> Iterator[Any]:
     """Yield the objects whose fields a forward or backward sets.
 
-    The manager's state (2.15 on); layers (``fp8_meta``) and operations of the op fuser (``_fp8_metas``), also
-    those that get their scales in this very pass; their recipes' states and quantizers.
+    The manager's state (2.15 on); *layers*, their recipes' states and their quantizers.
     """
     state = getattr(_fp8_manager(), "quantization_state", None)
     if state is not None:
         yield state
-    for module in modules:
-        if "fp8_meta" in vars(module) or "_fp8_metas" in vars(module):
-            yield module
-            yield from _recipe_states(module)
-            yield from _quantizers(module)
+    for layer in layers:
+        yield layer
+        yield from _recipe_states(layer)
+        yield from _quantizers(layer)
 
 
-def fp8_values(modules: Modules) -> list[torch.Tensor]:
+def fp8_values(layers: Modules) -> list[torch.Tensor]:
     """Return the tensors that a forward or backward changes in place, each once.
 
-    Scales and amax histories: those of *modules*, and those of every module that ever registered with
+    Scales and amax histories: those of *layers*, and those of every module that ever registered with
     the manager, another model's too, since leaving an autocast region rolls them all. And the flag
     on the device by which CUDA graphs skip the update of the weights.
     """
     manager = _fp8_manager()
     state = getattr(manager, "quantization_state", manager)
-    recipes = [recipe for module in modules for recipe in _recipe_states(module)]
+    recipes = [recipe for layer in layers for recipe in _recipe_states(layer)]
     found = [getattr(recipe, name, None) for recipe in recipes for name in ("scale", "scale_inv", "amax_history")]
     for name in ("amax", "amax_history", "scale", "scale_inv"):
         for registered in getattr(state, f"global_{name}_buffer", {}).values():
@@ -81,9 +84,8 @@ def recompute_queue() -> object:
 
 def delayed_weight_gradients(modules: Modules) -> Iterator[Any]:
     """Yield the stores whose ``context`` queues weight gradients for later (``delay_wgrad_compute``, 2.3 on)."""
-    stores = (vars(module).get("wgrad_store") for module in modules)
-    found = {id(store): store for store in stores if isinstance(getattr(store, "context", None), Queue)}
-    yield from found.values()
+    stores = [vars(module)["wgrad_store"] for module in modules if "wgrad_store" in vars(module)]
+    yield from {id(store): store for store in stores if isinstance(getattr(store, "context", None), Queue)}.values()
 
 
 def _fp8_manager() -> Any:

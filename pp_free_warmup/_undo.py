@@ -145,16 +145,17 @@ def mapping_kept(mapping: dict[K, V]) -> Iterator[None]:
 @contextmanager
 def entries_kept(mappings: Iterable[dict[K, V]], keys: Collection[K]) -> Iterator[None]:
     """Keep the objects that the listed keys lead to in each of *mappings*, those that are absent included."""
-    before = [(mapping, {key: mapping[key] for key in keys if key in mapping}) for mapping in mappings]
+    mappings = list(mappings)
+    before: dict[K, list[Any]] = {key: [mapping.get(key, ABSENT) for mapping in mappings] for key in keys}
     try:
         yield
     finally:
-        for mapping, entries in before:
-            for key in keys:
-                if key in entries:
-                    mapping[key] = entries[key]
-                else:
+        for key, values in before.items():
+            for mapping, value in zip(mappings, values, strict=True):
+                if value is ABSENT:
                     mapping.pop(key, None)
+                else:
+                    mapping[key] = value
 
 
 @contextmanager
@@ -166,11 +167,12 @@ def contents_kept(*roots: object) -> Iterator[None]:
     Args:
         *roots: Where to start; what is no container is passed over.
     """
-    before = [(container, container.copy()) for container in _containers(roots)]
+    containers = _containers(roots)
+    before = [container.copy() if container else () for container in containers]  # most of a model's are empty
     try:
         yield
     finally:
-        for container, contents in before:
+        for container, contents in zip(containers, before, strict=True):
             _refill(container, contents)
 
 
@@ -227,7 +229,8 @@ def _containers(roots: Iterable[object]) -> list[Container]:
         value = waiting.pop()
         if isinstance(value, (dict, list, set, deque)) and id(value) not in found:
             found[id(value)] = value
-            waiting.extend(value.values() if isinstance(value, dict) else value)
+            if value:
+                waiting.extend(value.values() if isinstance(value, dict) else value)
     return list(found.values())
 
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from pp_free_warmup._megatron.trackers import MOE, Slot, loaded, named
 
 CUDA_GRAPHS = "megatron.core.transformer.cuda_graphs"
+FUSED = ("_fused_impl", "_fused_ops")
 OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 RANDOM = "megatron.core.tensor_parallel.random"
 Modules = Iterable[torch.nn.Module]
@@ -45,8 +46,7 @@ def router_generators() -> Iterator[Slot]:
 
 def over_budget_flags(modules: Modules) -> Iterator[torch.Tensor]:
     """Yield the flags that say a rank got more tokens than its capacity, and stay up until read (0.18 on)."""
-    for module in modules:
-        dispatcher = vars(module).get("token_dispatcher")
+    for dispatcher in [vars(module)["token_dispatcher"] for module in modules if "token_dispatcher" in vars(module)]:
         flag = getattr(getattr(dispatcher, "_comm_manager", None), "over_budget", None)
         if isinstance(flag, torch.Tensor):
             yield flag
@@ -67,13 +67,9 @@ def deferred_embeddings(modules: Modules) -> Iterator[list[torch.Tensor]]:
 
     The model and its output layer share each list, so it cannot be exchanged, only emptied.
     """
-    found: dict[int, list[torch.Tensor]] = {}
-    for module in modules:
-        for name in ("embedding_activation_buffer", "grad_output_buffer"):
-            buffer = vars(module).get(name)
-            if isinstance(buffer, list):
-                found[id(buffer)] = buffer
-    yield from found.values()
+    names = ("embedding_activation_buffer", "grad_output_buffer")
+    held = [vars(module)[name] for module in modules for name in names if name in vars(module)]
+    yield from {id(buffer): buffer for buffer in held if isinstance(buffer, list)}.values()
 
 
 def offload_plan() -> Iterator[Slot]:
@@ -96,15 +92,6 @@ def quiet_offload_pool() -> None:
 
 
 def _nothing() -> None: ...
-
-
-def offload_marks(modules: Modules) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Yield what the first forward marks as not to be offloaded: the models' own flag, their parameters."""
-    for module in modules:
-        if vars(module).get("disable_param_offloading"):
-            yield module, ("disable_param_offloading",)
-            for parameter in module.parameters():
-                yield parameter, ("offloading_activation", "_do_not_offload")  # up to 0.18, from 0.19 on
 
 
 def stash_plan() -> Iterator[Slot]:
@@ -133,19 +120,16 @@ def checkpointing_flag() -> Iterator[tuple[Any, tuple[str, ...]]]:
 
 def fused_operations(modules: Modules) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yield where a module keeps its fused form, a tuple so as not to be registered (0.15 on)."""
-    for module in modules:
-        for name in ("_fused_impl", "_fused_ops"):
-            if name in vars(module):
-                yield module, name
+    yield from ((module, name) for module in modules for name in FUSED if name in vars(module))
 
 
 def with_fused_parts(modules: Modules) -> Iterator[torch.nn.Module]:
     """Yield *modules*, and those inside their fused forms, which ``Module.modules()`` does not reach."""
-    for module in modules:
-        yield module
-        for name in ("_fused_impl", "_fused_ops"):
-            for fused in vars(module).get(name) or ():
-                yield from fused.modules()
+    modules = list(modules)
+    yield from modules
+    for module, name in fused_operations(modules):
+        for fused in vars(module)[name] or ():
+            yield from fused.modules()
 
 
 def _no_handler(*_arguments: Any, **_named: Any) -> None:

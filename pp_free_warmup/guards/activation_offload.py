@@ -14,18 +14,17 @@ from pp_free_warmup._undo import entries_kept, swapped
 def activation_offload(call: ScheduleCall) -> Iterator[None]:
     """Run the pass without offloading, and let the real step be the first that is seen.
 
-    Changed by: the first forward, which marks parameters and whose order of layers becomes the plan. A
-        single chunk of several is no whole plan: its backward would find nothing to load.
+    Changed by: the first forward, whose order of layers becomes the plan, and which marks the parameters
+        (the guard ``parameters`` has the marks) and notes on the model that it did. A single
+        chunk of several is no whole plan: its backward would find nothing to load.
     Put back by: lending the manager away, with a class that makes no chunk handler; then the
-        old manager and the marks.
+        old manager and the note.
     Missed by: an assertion in the backward of step 0, which finds one chunk more than it runs; an
         ``empty_cache`` when the pass's own manager dies, in the middle of training.
     """
-    marked = list(megatron.offload_marks(call.modules()))
-    names = {name for _, names in marked for name in names}
     with ExitStack() as kept:
         for slot in megatron.offload_plan():
             kept.enter_context(swapped(*slot))
         kept.callback(megatron.quiet_offload_pool)
-        kept.enter_context(entries_kept([vars(owner) for owner, _ in marked], names))
+        kept.enter_context(entries_kept(map(vars, call.modules()), ("disable_param_offloading",)))
         yield

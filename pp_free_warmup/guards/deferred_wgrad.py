@@ -31,6 +31,5 @@ def deferred_wgrad(call: ScheduleCall) -> Iterator[None]:
         for store in list(te.delayed_weight_gradients(modules)):
             queue: Queue[Any] = Queue()
             kept.enter_context(swapped(store, "context", queue))
-        layers = [module for module in modules if hasattr(type(module), "init_backward_dw_wrapper")]  # 0.16 on
-        kept.enter_context(entries_kept(map(vars, layers), ("backward_dw_wrapper",)))
+        kept.enter_context(entries_kept(map(vars, modules), ("backward_dw_wrapper",)))
         yield

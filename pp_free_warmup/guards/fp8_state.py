@@ -22,12 +22,12 @@ def fp8_state(call: ScheduleCall) -> Iterator[None]:
         dicts and lists, so that a layer registered by the pass is registered anew.
     Missed by: losses, parameters and amax histories of an FP8 run.
     """
-    modules = list(megatron.with_fused_parts(call.modules()))
+    layers = te.fp8_layers(megatron.with_fused_parts(call.modules()))
     with ExitStack() as kept:
-        kept.enter_context(tensors_kept(te.fp8_values(modules)))
+        kept.enter_context(tensors_kept(te.fp8_values(layers)))
         for manager, names in te.fp8_manager_fields():
             kept.enter_context(attributes_kept(manager, names))
             kept.enter_context(contents_kept(*(vars(manager)[name] for name in names)))
-        for owner in list(te.fp8_objects(modules)):
+        for owner in list(te.fp8_objects(layers)):
             kept.enter_context(fields_kept(owner, apart_from=te.FIELDS_OF_EVERY_MODULE))
         yield

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._undo import entries_kept
+
+Layout = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 
 @contextmanager
@@ -23,21 +25,27 @@ def gradients(call: ScheduleCall) -> Iterator[None]:
     Missed by: the first step's gradients; its loss does not show it.
     """
     parameters = list(call.parameters())
-    mains = {p: vars(p)["main_grad"] for p in parameters if vars(p).get("main_grad") is not None}
-    scratch = _scratch(mains.values())
-    with _without_grad(parameters), entries_kept(map(vars, mains), ("main_grad",)):
-        for parameter, main in mains.items():
-            view = scratch[main.dtype, main.device].as_strided(main.size(), main.stride())
-            vars(parameter)["main_grad"] = view
+    owners = [vars(p) for p in parameters if vars(p).get("main_grad") is not None]
+    layouts = [_layout(owner["main_grad"]) for owner in owners]
+    scratch = _scratch(set(layouts))
+    with _without_grad(parameters), entries_kept(owners, ("main_grad",)):
+        for owner, layout in zip(owners, layouts, strict=True):
+            owner["main_grad"] = scratch[layout]
         yield
 
 
-def _scratch(mains: Iterable[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for main in mains:
-        extent = 1 + sum((size - 1) * step for size, step in zip(main.size(), main.stride(), strict=True))
-        sizes[main.dtype, main.device] = max(extent, sizes.get((main.dtype, main.device), 0))
-    return {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in sizes.items()}
+def _layout(main: torch.Tensor) -> Layout:
+    return main.dtype, main.device, main.size(), main.stride()
+
+
+def _scratch(layouts: Collection[Layout]) -> dict[Layout, torch.Tensor]:
+    """Return a view for each layout; those of one dtype and device share a buffer, as large as the largest."""
+    extents: dict[tuple[torch.dtype, torch.device], int] = {}
+    for dtype, device, size, stride in layouts:
+        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        extents[dtype, device] = max(extent, extents.get((dtype, device), 0))
+    buffers = {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in extents.items()}
+    return {layout: buffers[layout[:2]].as_strided(*layout[2:]) for layout in layouts}
 
 
 @contextmanager

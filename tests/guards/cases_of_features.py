@@ -431,16 +431,13 @@ def _offloading(call):
     return {
         "manager": Same(_offload_manager().OFFLOAD_MGR),
         "handler": Same(vars(_offload_manager())["init_model_chunk_offload_handler"]),
-        "marked": [call.chunks[0].disable_param_offloading, vars(call.chunks[0].weight)],
+        "marked": call.chunks[0].disable_param_offloading,
     }
 
 
 def _plan_offloading(call):
     _offload_manager().reset_instance()
     call.chunks[0].disable_param_offloading = False
-    for parameter in call.chunks[0].parameters():
-        parameter._do_not_offload = True
-        parameter.offloading_activation = False
 
 
 def _stashing_call(stack):

@@ -110,6 +110,8 @@ def _mark(call):
     for parameter in call.chunks[0].parameters():
         parameter.grad_added_to_main_grad = not parameter.grad_added_to_main_grad
         parameter.transposed_cache = parameter.detach().clone()
+        parameter._do_not_offload = True  # fine-grained offloading, from 0.19 on
+        parameter.offloading_activation = False  # up to 0.18
 
 
 # --- ddp_buckets ---
