@@ -204,15 +204,5 @@ REFUSED_FIELDS = {
         "turn it off for a warmup",
     ),
     "gtp_weight_remat_size": ("weight-remat", "its prefetch chain is not known to be balanced", "leave it at 1"),
-    "delay_wgrad_compute": (
-        "delayed-wgrad",
-        "no test has run weight gradients delayed in combined steps yet, which takes four GPUs",
-        "turn it off for a warmup",
-    ),
-    "overlap_dispatch_backward_with_experts_wgrad": (
-        "overlapped-wgrad",
-        "no test has run it yet, which takes four GPUs",
-        "turn it off for a warmup",
-    ),
     "use_ring_exchange_p2p": ("ring-exchange", "channels go through an operation that torch does not ship", "none"),
 }

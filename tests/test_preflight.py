@@ -71,8 +71,6 @@ REFUSED = {
     "megatron-fsdp": lambda: _call(torch.nn.Sequential(FullyShardedDataParallel())),
     "te-cpu-offload": lambda: _call(config=_config(cpu_offloading=True)),
     "weight-remat": lambda: _call(config=_config(gtp_weight_remat_size=2)),
-    "delayed-wgrad": lambda: _call(config=_config(delay_wgrad_compute=True)),
-    "overlapped-wgrad": lambda: _call(config=_config(overlap_dispatch_backward_with_experts_wgrad=True)),
     "ring-exchange": lambda: _call(config=_config(use_ring_exchange_p2p=True)),
     "meta-parameters": lambda: _call(torch.nn.Linear(2, 2, device="meta")),
     "no-pipeline-dtype": lambda: _call(config=_config(pipeline_dtype=None)),

@@ -52,6 +52,7 @@ def _embedding_ranks(layout: Layout) -> Callable[..., list[int]] | None:
 def build_chunks(layout: Layout) -> list[Any]:
     """Build this rank's chunks, each wrapped in Megatron's data parallelism."""
     config = TransformerConfig(**transformer_options(layout))
+    vars(config).update(layout.unchecked)
     rank, last = parallel_state.get_pipeline_model_parallel_rank(), layout.pp - 1
     virtual = range(layout.vp) if layout.vp else (None,)
     return [
@@ -100,6 +101,7 @@ def _wrapped(layout: Layout, config: Any, number: int, chunk: Any) -> Any:
         use_distributed_optimizer=layout.distributed_optimizer,
         # Small enough for several buckets, so that overlap has something to overlap.
         bucket_size=20_000 if layout.overlap_grad_reduce else None,
+        delay_wgrad_compute=config.delay_wgrad_compute,
     )
     if layout.bf16 or layout.fp16:
         chunk = Float16Module(config, chunk)

@@ -46,6 +46,8 @@ class Layout:
         num_microbatches: Microbatches per step.
         steps: How many steps' data there is.
         options: More fields of Megatron's ``TransformerConfig``; they win.
+        unchecked: Fields that are set once the config has checked itself, such as combined steps with
+            ``ep=1``, which run but are of no use.
     """
 
     pp: int = 2
@@ -78,6 +80,7 @@ class Layout:
     micro_batch: int = 2
     num_microbatches: int = 4
     options: Mapping[str, Any] = field(default_factory=dict)
+    unchecked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -73,6 +73,7 @@ def configurations(world: int, device: str = "cuda") -> list[Configuration]:
         *_entries(make),
         *_features(make),
         *_layouts(make, world),
+        *_delayed_weight_gradients(make, world),
         *_controls(make),
         *_graphs(make),
     ]
@@ -167,6 +168,42 @@ def _layouts(make: Callable[..., Configuration], world: int) -> list[Configurati
             make("te-pp4", dropout=0.1, **four),
             make("te-pp4-virtual-stages", dropout=0.1, vp=2, **four),
         ]
+    return found
+
+
+def _delayed_weight_gradients(make: Callable[..., Configuration], world: int) -> list[Configuration]:
+    """Combined steps, and weight gradients computed after the backward that they belong to.
+
+    Megatron wants combined steps to have expert ranks; with one the same code runs, less its all-to-all.
+    """
+    experts = {"moe": True, "vp": 2, "layers": 4 * world}
+    combined = {"overlap_moe_expert_parallel_comm": True}
+    delayed = {**combined, "delay_wgrad_compute": True}
+    overlap = {"distributed_optimizer": True, "overlap_grad_reduce": True}
+    grouped = {"moe_grouped_gemm": True}
+    beside_dispatch = {**grouped, "overlap_dispatch_backward_with_experts_wgrad": True}
+    found = [
+        make("local-delayed-wgrad", "local", unchecked=delayed, **experts),
+        make("te-combined-steps", "te", grouped, unchecked=combined, **experts),
+        make("te-delayed-wgrad", "te", grouped, unchecked=delayed, **experts),
+        make("te-delayed-wgrad-fused", "te", grouped, unchecked=delayed, fused_weight_gradients=True, **experts),
+        make("te-delayed-wgrad-overlap", "te", grouped, unchecked=delayed, **experts, **overlap),
+        make("te-fp8-delayed-wgrad", "te", {**DELAYED, **grouped}, unchecked=delayed, **experts),
+        make(
+            "te-delayed-wgrad-gradients-at-entry",
+            "te",
+            grouped,
+            unchecked=delayed,
+            gradients_at_entry=True,
+            warm_at=2,
+            fused_weight_gradients=True,
+            **experts,
+        ),
+        make("te-experts-wgrad-beside-dispatch", "te", beside_dispatch, moe=True, fused_weight_gradients=True),
+    ]
+    if world % 4 == 0:
+        expert_ranks = {"moe": True, "vp": 2, "pp": 2, "ep": 2, "layers": 8, "num_microbatches": 4}
+        found.append(make("te-pp2-ep2-delayed-wgrad", "te", {**grouped, **delayed}, **expert_ranks))
     return found
 
 

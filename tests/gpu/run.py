@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import mappings
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import guards, pipeline_warmup
@@ -35,7 +36,7 @@ def record(configuration: Configuration, *, warm: bool, steps: int) -> dict[str,
         ``fields`` (per step, path to text), ``losses``, ``warmups`` (the reports), ``seconds``.
     """
     warnings.simplefilter("default")  # what a GPU's libraries warn about is not under test here
-    with _like_a_new_process(), contextlib.ExitStack() as block:
+    with _like_a_new_process(), _all_to_all_copies(), contextlib.ExitStack() as block:
         run = _Run(configuration, block, warm=warm, steps=steps)
         return run.through(steps)
 
@@ -128,6 +129,23 @@ def _counted_replays() -> Iterator[list[int]]:
 
     with swapped(torch.cuda.CUDAGraph, "replay", counting):
         yield counted
+
+
+@contextlib.contextmanager
+def _all_to_all_copies() -> Iterator[None]:
+    """Let an all-to-all of one rank return a copy, as one of several does.
+
+    Megatron hands its input on instead, and combined steps free that input afterwards.
+    """
+    exchange = mappings._AllToAll
+    real = exchange.forward
+
+    def forward(context: Any, group: Any, tokens: torch.Tensor, *sizes: Any) -> torch.Tensor:
+        arrived = real(context, group, tokens, *sizes)
+        return arrived.clone() if arrived is tokens else arrived
+
+    with swapped(exchange, "forward", staticmethod(forward)):
+        yield
 
 
 @contextlib.contextmanager

@@ -149,6 +149,11 @@ RUNS = {
     "pp2 ep2, experts": Run(4, replace(SMALL, moe=True, ep=2)),
     "pp2 vpp2, experts": Run(2, replace(VIRTUAL, moe=True)),
     "pp2 vpp2 ep2, combined steps": Run(4, COMBINED),
+    "pp2 vpp2 ep2, combined steps, delayed weight gradients": Run(
+        4,
+        replace(COMBINED, options={**COMBINED.options, "delay_wgrad_compute": True}),
+        needs="use_mup",  # as old as `backward_dw` of Megatron's own layers: 0.17
+    ),
     "pp4, embedding and loss in stages of their own": Run(
         4, Layout(pp=4, layers=2, options={"pipeline_model_parallel_layout": "E|t|t|L"})
     ),
