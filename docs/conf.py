@@ -1,4 +1,4 @@
-"""Sphinx settings; the tables that are made from the code are written anew at every build."""
+"""Sphinx settings; the commands' help is written anew at every build."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ html_show_sourcelink = False
 
 
 def setup(app: Any) -> None:
-    """Write the generated tables before Sphinx reads its first page."""
-    app.connect("builder-inited", lambda _: generated.write_all(HERE / "_generated"))
+    """Write the commands' help before Sphinx reads its first page."""
+    app.connect("builder-inited", lambda _: generated.write_commands(HERE / "_generated"))

@@ -1,4 +1,9 @@
-"""The parts of the reference that are made from the code, so that they cannot be out of date."""
+"""The parts of the reference that are made from the code: ``python docs/generated.py`` writes them anew.
+
+Tables stand in their pages, between two comments, so that a page is whole wherever it is read; a
+test says when one is out of date. The commands' help depends on the Python that prints it, so it
+is written at every build instead.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +21,28 @@ ROOT = Path(__file__).parent.parent
 LABELS = ("Changed by", "Put back by", "Missed by")
 
 
-def write_all(folder: Path) -> None:
-    """Write every generated part into *folder*, as Markdown."""
+def write_commands(folder: Path) -> None:
+    """Write the commands' help into *folder*, as Markdown."""
     folder.mkdir(exist_ok=True)
-    parts = {"support-matrix": support_matrix, "guards": guards, "states": states, "cli": commands}
+    (folder / "cli.md").write_text(commands() + "\n")
+
+
+def pages() -> dict[Path, str]:
+    """Return every page that has tables, and what it should be."""
+    reference = ROOT / "docs" / "reference"
+    tables = {
+        reference / "guarded-state.md": {"guards": guards, "states": states},
+        reference / "support-matrix.md": {"releases": support_matrix},
+    }
+    return {page: _renewed(page.read_text(), parts) for page, parts in tables.items()}
+
+
+def _renewed(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
     for name, part in parts.items():
-        (folder / f"{name}.md").write_text(part() + "\n")
+        start, end = f"<!-- {name}, made by docs/generated.py -->", f"<!-- end of {name} -->"
+        before, rest = text.split(start)
+        text = f"{before}{start}\n\n{part()}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -99,3 +120,8 @@ def _help(command: str) -> str:
     line = [sys.executable, "-m", "pp_free_warmup", *filter(None, [command]), "--help"]
     environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
     return subprocess.run(line, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text)

@@ -91,7 +91,7 @@ class Flow:
         refuse_mismatch(self._call)
         refused = _preflight.refusal(self._call)
         if refused is not None:
-            return Word.REFUSE, f"{refused.text} [{refused.name}]"
+            return Word.REFUSE, refused.told
         page = ledger.page(self._call.chunks[0], self._kind)
         return (Word.WARM if page is not None and page.warm else Word.GO), ""
 

@@ -35,6 +35,11 @@ class Refusal:
     text: str
     do: str
 
+    @property
+    def told(self) -> str:
+        """All three, as the log, the report and the error say them."""
+        return f"{self.text} [{self.name}]; {self.do}"
+
 
 def refuse_incomplete(keywords: Mapping[str, Any]) -> None:
     """Raise if the call lacks what every schedule requires; the cold run would raise too."""
@@ -94,7 +99,7 @@ def _multi_module(call: ScheduleCall) -> Refusal | None:
     if not found and hasattr(call.groups.pipeline, "size"):
         return None
     text = f"the pipeline spans several modules ({', '.join(found) or 'a list of pipeline groups'})"
-    return Refusal("multi-module", text, "none yet")
+    return Refusal("multi-module", text, "nothing helps yet")
 
 
 def _chunks(call: ScheduleCall) -> Refusal | None:
@@ -128,7 +133,7 @@ def _no_store(call: ScheduleCall) -> Refusal | None:
 def _encoder_decoder(call: ScheduleCall) -> Refusal | None:
     if not any(megatron.is_encoder_decoder(chunk) for chunk in call.chunks):
         return None
-    return Refusal("encoder-decoder", "the model is an encoder and decoder", "none yet")
+    return Refusal("encoder-decoder", "the model is an encoder and decoder", "nothing helps yet")
 
 
 def _fully_sharded(call: ScheduleCall) -> Refusal | None:
@@ -162,7 +167,7 @@ def _cached_distillation(_call: ScheduleCall) -> Refusal | None:
     return Refusal(
         "cached-distillation",
         "cached logits are read from or written to files batch by batch, out of this library's reach",
-        "none yet",
+        "nothing helps yet",
     )
 
 
@@ -204,5 +209,9 @@ REFUSED_FIELDS = {
         "turn it off for a warmup",
     ),
     "gtp_weight_remat_size": ("weight-remat", "its prefetch chain is not known to be balanced", "leave it at 1"),
-    "use_ring_exchange_p2p": ("ring-exchange", "channels go through an operation that torch does not ship", "none"),
+    "use_ring_exchange_p2p": (
+        "ring-exchange",
+        "channels go through an operation that torch does not ship",
+        "nothing helps",
+    ),
 }

@@ -72,7 +72,11 @@ def pipeline_warmup(
 
 
 class PipelineWarmup:
-    """One warmup block: armed between enter and exit; holds the model weakly and the reports."""
+    """One warmup block: armed between enter and exit; holds the model weakly and the reports.
+
+    Attributes:
+        reports: One `WarmupReport` per warmup or skip, oldest first.
+    """
 
     def __init__(self, model: Any, options: Options, optimizer: Any = None) -> None:
         self._models = None if model is None else tuple(weakref.ref(face) for face in faces_of(model))
@@ -151,8 +155,9 @@ class PipelineWarmup:
         call = read_call(schedule, keywords)
         refused = _preflight.nobody_to_ask(call)
         if refused is not None:
-            self._close(call, kind, refused.text)
-            self._skip(WarmupReport("skipped", kind, reason=refused.text), call, refused=True)
+            if self._options.is_on():
+                self._close(call, kind, refused.told)
+                self._skip(WarmupReport("skipped", kind, reason=refused.told), call, refused=True)
             return keywords
         return self._warmed(call, kind)
 

@@ -8,6 +8,7 @@ import logging
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -588,7 +589,8 @@ def test_a_setup_that_one_stage_refuses_is_skipped_on_all():
     assert training.forward_step.counts == (0, 0)
     assert len(warmup.reports) == 1
     assert warmup.report.reason == (
-        "rank 1: data_iterator is a Loader, with neither __next__ nor get_next and offset [unreadable-iterator]"
+        "rank 1: data_iterator is a Loader, with neither __next__ nor get_next and offset [unreadable-iterator]; "
+        "pass an iterator: iter(loader)"
     )
     assert len(lines) == (1 if dist.get_rank() == 0 else 0)
 
@@ -611,6 +613,21 @@ def test_on_unsupported_raise_stops_every_rank():
             _call_through_block(training, data_iterator=iterator)
 
     assert training.forward_step.counts == (0, 0)
+
+
+@ranks(2)
+def test_what_is_switched_off_is_not_refused():
+    """Where nobody could vote, a block that is off runs the call untouched, even one that asks to be stopped."""
+    training = pipeline()
+    unknown = SimpleNamespace()  # a collection that does not say which ranks make up the stage
+    with pipeline_warmup(enabled=lambda: False, on_unsupported="raise") as off:
+        _call_through_block(training, pg_collection=unknown)
+    with pipeline_warmup(on_unsupported="raise") as on:
+        with pytest.raises(UnsupportedSetup, match=r"\[no-stage-groups\]; set tp_dp_cp"):
+            _call_through_block(training, pg_collection=unknown)
+
+    assert off.reports == []
+    assert [report.outcome for report in on.reports] == ["skipped"]
 
 
 @ranks(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -70,6 +70,19 @@ def test_python_blocks_are_python(page):
     """Every Python block of a page can be parsed."""
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         ast.parse(block)
+
+
+def _generated_pages():
+    spec = importlib.util.spec_from_file_location("generated", ROOT / "docs" / "generated.py")
+    generated = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generated)
+    return generated.pages()
+
+
+def test_tables_are_those_of_the_code():
+    """A table that is made from the code is current; ``python docs/generated.py`` makes it so."""
+    for page, expected in _generated_pages().items():
+        assert page.read_text() == expected
 
 
 def test_every_error_is_described():

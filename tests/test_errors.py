@@ -270,7 +270,8 @@ def test_a_refused_setup_that_is_to_stop():
     iterator = [1, 2] if dist.get_rank() == 1 else None
     assert str(_raised(lambda: call(training, schedule, data_iterator=[iterator]))) == _text(
         "This pipeline cannot be warmed.",
-        "Found: rank 1: data_iterator is a list, with neither __next__ nor get_next and offset [unreadable-iterator]",
+        "Found: rank 1: data_iterator is a list, with neither __next__ nor get_next and offset [unreadable-iterator]; "
+        "pass an iterator: iter(loader)",
         "Why it matters: A wrong warmup is worse than none, and on_unsupported='raise' asks to stop instead.",
         "What to do: Change the setup as the reason says, or leave on_unsupported at 'skip'.",
     )
