@@ -149,11 +149,6 @@ RUNS = {
     "pp2 ep2, experts": Run(4, replace(SMALL, moe=True, ep=2)),
     "pp2 vpp2, experts": Run(2, replace(VIRTUAL, moe=True)),
     "pp2 vpp2 ep2, combined steps": Run(4, COMBINED),
-    "pp2 vpp2 ep2, combined steps, delayed weight gradients": Run(
-        4,
-        replace(COMBINED, options={**COMBINED.options, "delay_wgrad_compute": True}),
-        needs="use_mup",  # as old as `backward_dw` of Megatron's own layers: 0.17
-    ),
     "pp4, embedding and loss in stages of their own": Run(
         4, Layout(pp=4, layers=2, options={"pipeline_model_parallel_layout": "E|t|t|L"})
     ),
@@ -185,6 +180,11 @@ MORE_RUNS = {
     "pp4 vpp2": Run(4, Layout(pp=4, vp=2, layers=8)),
     "pp2, uneven": Run(2, Layout(layers=3, options={"num_layers_in_first_pipeline_stage": 1})),
     "pp4, one microbatch": Run(4, Layout(pp=4, num_microbatches=1)),
+    "pp2 vpp2 ep2, combined steps, delayed weight gradients": Run(
+        4,
+        replace(COMBINED, options={**COMBINED.options, "delay_wgrad_compute": True}),
+        needs="use_mup",  # as old as `backward_dw` of Megatron's own layers: 0.17
+    ),
     "pp2 vpp2 ep2, combined steps, variable lengths": Run(4, replace(COMBINED, variable_seq_lengths=True)),
     "pp2 ep2, experts, all gather": Run(4, replace(SMALL, moe=True, ep=2, dispatcher="allgather")),
     "experts and multi-token prediction": Run(2, replace(SMALL, moe=True, mtp=1)),
