@@ -82,10 +82,10 @@ class Neighbours:
             return
 
         def bind(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            shape = megatron.arriving_shape(self._call.config, self._call.groups, positional, named)
-            if shape is not None:
-                inputs[:] = [self.made_up(self._whole(chunk, shape))]
-                module.set_input_tensor(list(inputs))
+            call = self._call
+            shape = megatron.arriving_shape(call.keywords, call.config, call.groups, positional, named)
+            inputs[:] = [self.made_up(self._whole(chunk, shape))]
+            module.set_input_tensor(list(inputs))
 
         hook = owner.register_forward_pre_hook(bind, with_kwargs=True)
         try:

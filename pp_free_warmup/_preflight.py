@@ -155,6 +155,18 @@ def _config_features(call: ScheduleCall) -> Refusal | None:
     return None
 
 
+def _trapping_dispatcher(call: ScheduleCall) -> Refusal | None:
+    config = call.config
+    flexible = getattr(config, "moe_token_dispatcher_type", None) == "flex"
+    if not flexible or getattr(config, "moe_flex_dispatcher_backend", None) != "ncclep":  # 0.19
+        return None
+    return Refusal(
+        "ncclep",
+        "its buffers trap on the device when made-up activations send a rank more tokens than they hold",
+        "use another moe_flex_dispatcher_backend for a warmup",
+    )
+
+
 def _meta_parameters(call: ScheduleCall) -> Refusal | None:
     if not any(parameter.is_meta for parameter in call.parameters()):
         return None
@@ -195,12 +207,14 @@ CHECKS: tuple[Check, ...] = (
     _encoder_decoder,
     _fully_sharded,
     _config_features,
+    _trapping_dispatcher,
     _meta_parameters,
     _cached_distillation,
     _pipeline_dtype,
     _iterators,
 )
 
+WEIGHT_REMAT = ("weight-remat", "one pass alone closes its chain of prefetches into a ring", "leave it at 1")
 # config field -> (id, why, what to do); a field that is absent in a release is simply not set
 REFUSED_FIELDS = {
     "cpu_offloading": (
@@ -208,7 +222,8 @@ REFUSED_FIELDS = {
         "Transformer Engine's offload context learns its plan from the first pass",
         "turn it off for a warmup",
     ),
-    "gtp_weight_remat_size": ("weight-remat", "its prefetch chain is not known to be balanced", "leave it at 1"),
+    "gtp_weight_remat_size": WEIGHT_REMAT,
+    "expert_gtp_weight_remat_size": WEIGHT_REMAT,
     "use_ring_exchange_p2p": (
         "ring-exchange",
         "channels go through an operation that torch does not ship",

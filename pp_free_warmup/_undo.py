@@ -57,6 +57,15 @@ def swapped(owner: object, name: str, value: T) -> Iterator[T]:
 
 
 @contextmanager
+def lent(slots: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Do `swapped` for each ``(owner, name, value)``; all are read before the first is lent."""
+    with ExitStack() as undo:
+        for owner, name, value in list(slots):
+            undo.enter_context(swapped(owner, name, value))
+        yield
+
+
+@contextmanager
 def attributes_kept(owner: object, names: Iterable[str]) -> Iterator[None]:
     """Keep the listed attributes of *owner* as they are, those that are absent included.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,8 +94,8 @@ ARRIVING = {
     "packed": (torch.zeros(1, 40, dtype=torch.long), {}, (40, 1, HIDDEN)),
     "batched": (torch.zeros(BATCH, 40, dtype=torch.long), {}, (40, BATCH, HIDDEN)),
     "sequence parallel": (torch.zeros(1, 40, dtype=torch.long), {"sequence_parallel": True}, (10, 1, HIDDEN)),
-    "no tokens": (None, {}, None),
-    "embeddings": (torch.zeros(40, 1, HIDDEN), {}, None),
+    "no tokens": (None, {}, (SEQ, BATCH, HIDDEN)),
+    "embeddings": (torch.zeros(40, 1, HIDDEN), {}, (SEQ, BATCH, HIDDEN)),
 }
 
 
@@ -103,7 +105,29 @@ def test_the_batch_says_how_long_the_activation_is(case, by_name):
     """Where lengths vary the token ids that the model gets decide, however they are passed."""
     ids, fields, expected = ARRIVING[case]
     positional, named = ((), {"input_ids": ids}) if by_name else ((ids,), {})
-    assert megatron.arriving_shape(_config(**fields), _groups(tensor=4), positional, named) == expected
+    assert megatron.arriving_shape(KEYWORDS, _config(**fields), _groups(tensor=4), positional, named) == expected
+
+
+TOKENS, ENDS = torch.zeros(2, 40), torch.tensor([0, 24, 40])
+WITHOUT_IDS = {
+    "labels": ({"labels": TOKENS}, (40, 2, HIDDEN)),
+    "positions": ({"position_ids": TOKENS}, (40, 2, HIDDEN)),
+    "rotary positions": ({"position_ids": TOKENS[None]}, (SEQ // 2, BATCH, HIDDEN)),
+    "packed": ({"packed_seq_params": SimpleNamespace(cu_seqlens_q=ENDS)}, (20, 1, HIDDEN)),
+    "packed and padded": (
+        {"packed_seq_params": SimpleNamespace(cu_seqlens_q=ENDS, cu_seqlens_q_padded=ENDS + 8)},
+        (24, 1, HIDDEN),
+    ),
+    "nothing": ({"attention_mask": None}, (SEQ // 2, BATCH, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_IDS)
+def test_without_token_ids_the_next_best_says_how_long(case):
+    """Labels and positions are cut for context parallelism already; the ends of sequences and the call's length not."""
+    named, expected = WITHOUT_IDS[case]
+    groups = _groups(context=2)
+    assert megatron.arriving_shape(KEYWORDS, _config(), groups, (None,), {"input_ids": None, **named}) == expected
 
 
 @ranks(2)
@@ -140,9 +164,18 @@ def test_it_is_random_of_the_right_kind_and_draws_from_nobody() -> None:
     assert gradients[1] is None
 
 
-def _arrivals(layout: Layout) -> list[tuple[Any, ...]]:
+def _sparing_step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
+    """Hand each stage only what it needs: tokens to the first, labels to the last."""
+    batch = next(iterator)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    tokens = (batch["tokens"], batch["position_ids"]) if first else (None, None)
+    output = chunk(*tokens, None, labels=batch["labels"] if last else None)
+    return output, partial(models.token_loss, batch["loss_mask"])
+
+
+def _arrivals(layout: Layout, step: Any = models.forward_step) -> list[tuple[Any, ...]]:
     """Take a warmed step; return what each chunk was given, in the pass and first in the real step."""
-    training = models.build(layout)
+    training = models.build(layout, step=step)
     seen: dict[tuple[int, bool], Any] = {}
 
     def look(number: int, decoder: Any) -> None:
@@ -168,6 +201,15 @@ LAYOUTS = {
         Layout(pp=4, layers=2, mtp=1, options={"pipeline_model_parallel_layout": "E|tt|m|L"}),
     ),
 }
+
+
+@pytest.mark.ranks
+def test_labels_alone_say_how_long_the_activation_is():
+    """Where lengths vary and a last stage gets no tokens, the pass still has the real step's shape there."""
+    _, [(made_up, real)] = run_on_ranks(_arrivals, 2, Layout(layers=2, variable_seq_lengths=True), _sparing_step)
+
+    assert made_up == real
+    assert real is not None
 
 
 @pytest.mark.ranks

@@ -155,12 +155,12 @@ def test_a_rank_that_gives_signs_is_not_silent():
     for _ in range(4):
         heart.move()
         heart.beat()
-        signs.look([7])
+        signs.look({7: 1})
         time.sleep(0.1)
     assert signs.silent([7]) == {}
 
     time.sleep(0.2)
-    signs.look([7])
+    signs.look({7: 1})
     assert "rank 7 is lost" in signs.silent([7])[7]
     assert "forward of chunk 0" in signs.silent([7])[7]
 
@@ -173,7 +173,7 @@ def test_a_rank_that_lives_and_makes_no_progress_is_named_after_longer():
     began, silent = time.monotonic(), {}
     while not silent and time.monotonic() - began < 5:
         heart.beat()
-        signs.look([7])
+        signs.look({7: 1})
         silent = signs.silent([7])
         time.sleep(0.02)
 
@@ -182,12 +182,30 @@ def test_a_rank_that_lives_and_makes_no_progress_is_named_after_longer():
     assert "a long kernel" in silent[7]
 
 
+@pytest.mark.parametrize("vote", [1, 2])
+def test_who_waits_in_another_vote_does_not_get_on(vote):
+    """A rank that waits where it is awaited may wait for others in turn; elsewhere it waits in vain."""
+    mailbox = Mailbox(dist.HashStore())
+    heart, signs = Heart(mailbox, 7, 0.0), Signs(mailbox, timeout=0.05, period=0.0)
+    heart.tell("waiting", votes=[1, 5])
+    began, silent = time.monotonic(), {}
+    while not silent and time.monotonic() - began < 1:
+        heart.move()
+        heart.beat()
+        signs.look({7: vote})
+        silent = signs.silent([7])
+        time.sleep(0.02)
+
+    assert bool(silent) is (vote == 2)
+    assert vote == 1 or "rank 7 has waited in another vote than this one" in silent[7]
+
+
 def test_a_rank_that_never_came_is_told_from_a_lost_one():
     """A rank without any sign never came to the call."""
     signs = Signs(Mailbox(dist.HashStore()), timeout=0.0, period=0.0)
-    signs.look([3])
+    signs.look({3: 1})
     time.sleep(0.01)
-    signs.look([3])
+    signs.look({3: 1})
 
     assert "rank 3 never came to this call" in signs.silent([3])[3]
 
@@ -523,6 +541,23 @@ def test_a_stuck_rank_is_named_alive_without_progress():
     assert [ending.value for ending in endings] == ["RankSilent", "RankSilent"]
     assert "rank 1 is alive but made no progress" in endings[0].text
     assert "backward of chunk 0" in endings[0].text
+
+
+def votes_crosswise(timeout: float) -> None:
+    """Let the two ranks of a pipeline vote in different groups first, as two models' first calls may."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    ballot = Ballot(second if dist.get_rank() else first, (), timeout=timeout)
+    with ballot.watching():
+        ballot.vote(GO)
+
+
+@pytest.mark.ranks
+def test_ranks_that_vote_crosswise_do_not_wait_for_ever():
+    """Both live, and each waits where the other does not come: both are told so after six timeouts."""
+    endings = run_forked(votes_crosswise, 2, 0.5)
+
+    assert [ending.value for ending in endings] == ["RankSilent", "RankSilent"]
+    assert "has waited in another vote than this one" in "".join(ending.text for ending in endings)
 
 
 def leaves_while_others_work() -> str:

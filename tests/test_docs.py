@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pp_free_warmup
-from pp_free_warmup import errors
+from pp_free_warmup import _preflight, errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -39,11 +39,7 @@ def _refusal_ids():
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refusal"
     ]
     ids = {call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
-    tables = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
-    rows = [
-        row for table in tables if isinstance(table, ast.Dict) for row in table.values if isinstance(row, ast.Tuple)
-    ]
-    return ids | {row.elts[0].value for row in rows}
+    return ids | {name for name, _, _ in _preflight.REFUSED_FIELDS.values()}
 
 
 def _broken_links(page):

@@ -71,6 +71,7 @@ REFUSED = {
     "megatron-fsdp": lambda: _call(torch.nn.Sequential(FullyShardedDataParallel())),
     "te-cpu-offload": lambda: _call(config=_config(cpu_offloading=True)),
     "weight-remat": lambda: _call(config=_config(gtp_weight_remat_size=2)),
+    "ncclep": lambda: _call(config=_config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="ncclep")),
     "ring-exchange": lambda: _call(config=_config(use_ring_exchange_p2p=True)),
     "meta-parameters": lambda: _call(torch.nn.Linear(2, 2, device="meta")),
     "no-pipeline-dtype": lambda: _call(config=_config(pipeline_dtype=None)),
@@ -128,6 +129,15 @@ def test_a_subclass_of_a_sharding_wrapper_is_refused_too():
 
     assert refused is not None
     assert refused.text.startswith("the model is wrapped in Sharded, ")
+
+
+@pytest.mark.parametrize("field", _preflight.REFUSED_FIELDS)
+def test_every_refused_field_is_looked_at(field):
+    """A field alone is enough, whichever it is."""
+    refused = _preflight.refusal(_call(config=_config(**{field: 2})))
+
+    assert refused is not None
+    assert refused.text.startswith(f"config.{field}=2: ")
 
 
 def test_the_first_reason_is_given():

@@ -36,6 +36,11 @@ class Place(NamedTuple):
         """Return one key of this place: ``words``, ``box`` or ``decision``."""
         return f"{self.name}/{self.number}/{what}"
 
+    @property
+    def mark(self) -> int:
+        """A short number for this place, to tell it from others."""
+        return zlib.crc32(self.key("").encode())
+
     def later(self, votes: int) -> Place:
         """Return the place of the vote that comes some *votes* later."""
         return Place(self.name, self.number + votes)

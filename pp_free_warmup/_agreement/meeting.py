@@ -15,7 +15,7 @@ from pp_free_warmup._agreement.signs import Heart, Signs, read_phases
 from pp_free_warmup._agreement.words import Decision, Reason, Tally, Word, decide
 
 T = TypeVar("T")
-WAITING = "waiting for other ranks"
+WAITING, WORKING = "waiting for other ranks", "between two votes"
 
 
 class Meeting:
@@ -63,7 +63,7 @@ class Meeting:
 
     def hold(self, mine: Tally) -> Decision:
         """Say *mine* and return the decision."""
-        self._heart.tell(WAITING)
+        self._heart.tell(WAITING, votes=[hall.place.mark for hall in self._halls])
         self._forget_the_vote_before_last()
         self._signs = Signs(self._mailbox, self._timeout, self._pace.sign)
         try:
@@ -79,6 +79,7 @@ class Meeting:
             raise
         finally:
             self._rise()
+            self._heart.tell(WORKING)
 
     def give_up(self, mine: Tally) -> None:
         """Say *mine*, a failure, and do not stay for the decision."""
@@ -163,7 +164,7 @@ class Meeting:
 
     def _judge(self, awaited: Mapping[int, Hall]) -> None:
         """Decide for all if an awaited rank is silent, or has no voice where it is awaited."""
-        self._signs.look(awaited)
+        self._signs.look({rank: hall.place.mark for rank, hall in awaited.items()})
         silent = self._signs.silent(awaited)
         misplaced = [rank for rank, hall in awaited.items() if self._mailbox.peek(hall.absence_of(rank)) is not None]
         if silent:

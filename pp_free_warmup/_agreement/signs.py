@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pp_free_warmup._agreement.halls import PREFIX
@@ -27,11 +27,13 @@ class Sign(NamedTuple):
         beats: How many signs it gave; it lives while this rises.
         moves: How often it got on; it works while this rises.
         phase: What it does.
+        votes: The marks of the votes that it waits in; empty while it works.
     """
 
     beats: int
     moves: int
     phase: str
+    votes: Sequence[int] = ()
 
     @classmethod
     def read(cls, text: str) -> Sign:
@@ -65,13 +67,13 @@ class Heart:
         self._beats = 0
         self._last = -period
         self._moves = 0
-        self._at: tuple[str, int] = ("before the first vote", 0)
+        self._at: tuple[str, int, Sequence[int]] = ("before the first vote", 0, ())
 
-    def tell(self, phase: str, progress: int = 0) -> None:
-        """Note what this rank does now; published with the next sign."""
+    def tell(self, phase: str, progress: int = 0, votes: Sequence[int] = ()) -> None:
+        """Note what this rank does now, or which votes it waits in; published with the next sign."""
         with self._lock:
-            if self._at != (phase, progress):
-                self._at = (phase, progress)
+            if self._at != (phase, progress, votes):
+                self._at = (phase, progress, votes)
                 self._moves += 1
 
     def move(self) -> None:
@@ -87,7 +89,8 @@ class Heart:
                 return
             self._last = now
             self._beats += 1
-            self._mailbox.write(self._key, Sign(self._beats, self._moves, self._at[0]).text())
+            phase, _, votes = self._at
+            self._mailbox.write(self._key, Sign(self._beats, self._moves, phase, votes).text())
 
     def stop(self) -> None:
         """Take the sign away."""
@@ -100,6 +103,7 @@ class _Record(NamedTuple):
     sign: Sign
     heard: float
     moved: float
+    elsewhere: bool
 
 
 class Signs:
@@ -123,16 +127,21 @@ class Signs:
         """True once the last look is a period ago."""
         return time.monotonic() - self._looked >= self._period
 
-    def look(self, awaited: Iterable[int]) -> None:
-        """Look for new signs of the awaited ranks."""
+    def look(self, awaited: Mapping[int, int]) -> None:
+        """Look for new signs of the awaited ranks; a rank that waits in another vote does not get on.
+
+        Args:
+            awaited: The mark of the vote in which each rank is awaited.
+        """
         self._looked = time.monotonic()
-        for rank in awaited:
+        for rank, vote in awaited.items():
             text = self._mailbox.peek(sign_key(rank))
             old = self._records.get(rank)
             sign = Sign.read(text) if text is not None else NEVER if old is None else old.sign
             heard = self._looked if old is None or sign.beats != old.sign.beats else old.heard
-            moved = self._looked if old is None or sign.moves != old.sign.moves else old.moved
-            self._records[rank] = _Record(sign, heard, moved)
+            elsewhere = bool(sign.votes) and vote not in sign.votes
+            moved = self._looked if old is None or (sign.moves != old.sign.moves and not elsewhere) else old.moved
+            self._records[rank] = _Record(sign, heard, moved, elsewhere)
 
     def silent(self, awaited: Iterable[int]) -> dict[int, str]:
         """Say which of the awaited ranks gave no sign for too long, and what they did last."""
@@ -145,6 +154,8 @@ class Signs:
             if record.sign is NEVER:
                 return f"rank {rank} never came to this call (waited {unheard:.0f} s)"
             return f"rank {rank} is lost: no sign of life for {unheard:.0f} s, last seen in {record.sign.phase!r}"
+        if unmoved > STUCK_TIMEOUTS * self._timeout and record.elsewhere:
+            return f"rank {rank} has waited in another vote than this one for {unmoved:.0f} s"
         if unmoved > STUCK_TIMEOUTS * self._timeout:
             return f"rank {rank} is alive but made no progress for {unmoved:.0f} s in {record.sign.phase!r}"
         return ""

@@ -10,10 +10,13 @@ from pp_free_warmup._megatron.combined import combined_backward, combined_forwar
 from pp_free_warmup._megatron.contract import check_contract
 from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
 from pp_free_warmup._megatron.features import (
+    FUSED,
+    MADE_FOR_FUSED,
+    SIZES_FOR_FUSED,
     attention_maxima,
     checkpointing_flag,
     deferred_embeddings,
-    fused_operations,
+    fusing,
     graph_slots,
     offload_plan,
     over_budget_flags,
@@ -77,11 +80,14 @@ from pp_free_warmup._megatron.training import (
 )
 
 __all__ = [
+    "FUSED",
     "INTERLEAVED",
+    "MADE_FOR_FUSED",
     "NO_PIPELINING",
     "REQUIRED_KEYWORDS",
     "RERUN_MACHINE",
     "SCHEDULE_NAMES",
+    "SIZES_FOR_FUSED",
     "Groups",
     "Shape",
     "Slot",
@@ -102,7 +108,7 @@ __all__ = [
     "deferred_embeddings",
     "exchange",
     "forward_step",
-    "fused_operations",
+    "fusing",
     "generation_of",
     "graph_slots",
     "groups_of",

@@ -15,7 +15,10 @@ from megatron.core.transformer.module import MegatronModule
 from pp_free_warmup._megatron.trackers import MOE, Slot, loaded, named
 
 CUDA_GRAPHS = "megatron.core.transformer.cuda_graphs"
-FUSED = ("_fused_impl", "_fused_ops")
+# Where a module keeps its fused form: a tuple, so as not to be registered (0.15 on, the last two 0.18 and 0.19).
+FUSED = ("_fused_impl", "_fused_ops", "_norm_seq", "_fused_grouped_swiglu_ops")
+MADE_FOR_FUSED = ("_recipe", "_fused_grouped_swiglu_recipe", "_fused_grouped_swiglu_unit_scale")
+SIZES_FOR_FUSED = "_fused_grouped_swiglu_tokens_per_expert"
 OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 RANDOM = "megatron.core.tensor_parallel.random"
 Modules = Iterable[torch.nn.Module]
@@ -118,17 +121,17 @@ def checkpointing_flag() -> Iterator[tuple[Any, tuple[str, ...]]]:
         yield random, ("IS_CHECKPOINTING",)
 
 
-def fused_operations(modules: Modules) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Yield where a module keeps its fused form, a tuple so as not to be registered (0.15 on)."""
-    yield from ((module, name) for module in modules for name in FUSED if name in vars(module))
+def fusing(modules: Modules) -> Iterator[torch.nn.Module]:
+    """Yield the modules that have a fused form, or will have one after their first forward."""
+    return (module for module in modules if any(name in vars(module) for name in FUSED))
 
 
 def with_fused_parts(modules: Modules) -> Iterator[torch.nn.Module]:
     """Yield *modules*, and those inside their fused forms, which ``Module.modules()`` does not reach."""
     modules = list(modules)
     yield from modules
-    for module, name in fused_operations(modules):
-        for fused in vars(module)[name] or ():
+    for module in fusing(modules):
+        for fused in (part for name in FUSED for part in vars(module).get(name) or ()):
             yield from fused.modules()
 
 

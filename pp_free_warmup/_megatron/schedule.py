@@ -201,19 +201,40 @@ def _called_by_name(function: Callable[..., Any], offered: Mapping[str, Any]) ->
     return function(**{p.name: offered[p.name] for p in parameters if p.name in offered})
 
 
-def arriving_shape(config: Any, groups: Groups, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Shape | None:
+def arriving_shape(
+    keywords: Mapping[str, Any], config: Any, groups: Groups, positional: tuple[Any, ...], named: Mapping[str, Any]
+) -> Shape:
     """Work out the shape of an activation from what `forward_step_func` hands to a model chunk.
 
     Stacks with variable lengths (slime, miles, verl) pass ``input_ids`` of ``[1, tokens]`` or
-    ``[microbatch, sequence]`` on every stage, already cut for context parallelism. The embedding
-    turns that into ``[sequence, microbatch, hidden]``, divided by the tensor-parallel size under
-    sequence parallelism (megatron/core/models/gpt/gpt_model.py, 0.14 to 0.19).
-
-    Returns:
-        The shape, or None when the chunk got no token ids.
+    ``[microbatch, sequence]`` on every stage, already cut for context parallelism. Others (Megatron
+    Bridge) pass labels alone on the last stage, and on a middle one at most how long the packed
+    sequences are; failing that, the call's own ``seq_length`` counts. The embedding turns tokens into
+    ``[sequence, microbatch, hidden]``, divided by the tensor-parallel size under sequence
+    parallelism (megatron/core/models/gpt/gpt_model.py, 0.14 to 0.19).
     """
-    ids = named.get("input_ids", positional[0] if positional else None)
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return None
-    microbatch, length = ids.shape
+    microbatch, length = (
+        _size_of_tokens(positional, named)
+        or _size_of_packed(named.get("packed_seq_params"), groups)
+        or (keywords["micro_batch_size"], keywords["seq_length"] // groups.context.size())
+    )
     return (length // (groups.tensor.size() if config.sequence_parallel else 1), microbatch, config.hidden_size)
+
+
+def _size_of_tokens(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Read microbatch and length off the first argument that has one number per token."""
+    given = {**dict(zip(("input_ids", "position_ids"), positional, strict=False)), **named}
+    for name in ("input_ids", "labels", "position_ids"):
+        value = given.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            return int(value.shape[0]), int(value.shape[1])
+    return None
+
+
+def _size_of_packed(packed: Any, groups: Groups) -> tuple[int, int] | None:
+    """Read the tokens of one context-parallel rank off PackedSeqParams; padded ends count."""
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_q"):
+        ends = getattr(packed, name, None)
+        if isinstance(ends, torch.Tensor):
+            return 1, int(ends[-1]) // groups.context.size()
+    return None

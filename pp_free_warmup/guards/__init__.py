@@ -52,6 +52,7 @@ from pp_free_warmup.guards.router_random import router_random
 from pp_free_warmup.guards.router_replay import router_replay
 from pp_free_warmup.guards.router_trace import router_trace
 from pp_free_warmup.guards.sequence_statistics import sequence_statistics
+from pp_free_warmup.guards.shared_experts import shared_experts
 from pp_free_warmup.guards.stage_inputs import stage_inputs
 from pp_free_warmup.guards.straggler_timer import straggler_timer
 from pp_free_warmup.guards.timers import timers
@@ -78,6 +79,7 @@ GUARDS: tuple[Guard, ...] = (
     router_random,
     router_budget,
     router_trace,
+    shared_experts,
     qk_clip,
     fp8_state,
     fused_operations,

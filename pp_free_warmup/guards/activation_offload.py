@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import entries_kept, swapped
+from pp_free_warmup._undo import entries_kept, lent
 
 
 @contextmanager
@@ -23,8 +23,7 @@ def activation_offload(call: ScheduleCall) -> Iterator[None]:
         ``empty_cache`` when the pass's own manager dies, in the middle of training.
     """
     with ExitStack() as kept:
-        for slot in megatron.offload_plan():
-            kept.enter_context(swapped(*slot))
+        kept.enter_context(lent(megatron.offload_plan()))
         kept.callback(megatron.quiet_offload_pool)
         kept.enter_context(entries_kept(map(vars, call.modules()), ("disable_param_offloading",)))
         yield

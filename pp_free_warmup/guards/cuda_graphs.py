@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import lent
 
 
 @contextmanager
@@ -19,7 +19,5 @@ def cuda_graphs(call: ScheduleCall) -> Iterator[None]:
     Put back by: lending the graph manager's own eager way as its call, and an empty list of graphs.
     Missed by: the graphs of step 0: one too many, so every later microbatch gets its neighbour's.
     """
-    with ExitStack() as lent:
-        for slot in list(megatron.graph_slots(call.modules())):
-            lent.enter_context(swapped(*slot))
+    with lent(megatron.graph_slots(call.modules())):
         yield

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import attributes_kept
+from pp_free_warmup._undo import contents_kept, entries_kept
 
 
 @contextmanager
@@ -16,10 +16,10 @@ def fused_operations(call: ScheduleCall) -> Iterator[None]:
 
     Changed by: the first forward of a layer under ``use_transformer_engine_op_fuser``. It copies the
         hooks that are on the layer at that moment, for good.
-    Put back by: the old tuple, or None.
+    Put back by: the old tuple, or None; and so with the recipe and the scales that were made for it.
     Missed by: hooks that the trainer puts on or takes off between the pass and the first real forward.
     """
-    with ExitStack() as kept:
-        for module, name in list(megatron.fused_operations(call.modules())):
-            kept.enter_context(attributes_kept(module, (name,)))
+    fields = [vars(module) for module in megatron.fusing(call.modules())]
+    sizes = [each.get(megatron.SIZES_FOR_FUSED) for each in fields]
+    with entries_kept(fields, (*megatron.FUSED, *megatron.MADE_FOR_FUSED)), contents_kept(*sizes):
         yield

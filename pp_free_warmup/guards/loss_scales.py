@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import lent
 
 
 @contextmanager
@@ -18,7 +18,5 @@ def loss_scales(call: ScheduleCall) -> Iterator[None]:
     Put back by: lending a copy for the pass, then the old object.
     Missed by: a graph or a caller that holds the tensor; a backward without a forward_step before it.
     """
-    with ExitStack() as lent:
-        for slot in list(megatron.loss_scales(call.configs())):
-            lent.enter_context(swapped(*slot))
+    with lent(megatron.loss_scales(call.configs())):
         yield

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import lent
 
 
 @contextmanager
@@ -18,7 +18,5 @@ def loss_trackers(_call: ScheduleCall) -> Iterator[None]:
     Put back by: lending an empty tracker for the pass, then the old object.
     Missed by: the first auxiliary loss in the log, and an entry where a cold run has none.
     """
-    with ExitStack() as lent:
-        for slot in megatron.loss_trackers():
-            lent.enter_context(swapped(*slot))
+    with lent(megatron.loss_trackers()):
         yield

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import lent
 
 
 @contextmanager
@@ -18,7 +18,5 @@ def paged_stash(_call: ScheduleCall) -> Iterator[None]:
     Put back by: lending the manager away (one made meanwhile starts switched off), then the old one.
     Missed by: an assertion in step 0: the schedule is not the one that was recorded.
     """
-    with ExitStack() as lent:
-        for slot in megatron.stash_plan():
-            lent.enter_context(swapped(*slot))
+    with lent(megatron.stash_plan()):
         yield

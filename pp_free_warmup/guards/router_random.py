@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import lent
 
 
 @contextmanager
@@ -18,7 +18,5 @@ def router_random(_call: ScheduleCall) -> Iterator[None]:
     Put back by: lending a generator in the same state and a copy of the biases.
     Missed by: the loss of step 0, in a run with either option.
     """
-    with ExitStack() as lent:
-        for slot in megatron.router_generators():
-            lent.enter_context(swapped(*slot))
+    with lent(megatron.router_generators()):
         yield

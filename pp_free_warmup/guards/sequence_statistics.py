@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import lent
 
 
 @contextmanager
@@ -18,7 +18,5 @@ def sequence_statistics(_call: ScheduleCall) -> Iterator[None]:
     Put back by: lending none, then the old sums and the flag that says they are in use.
     Missed by: the throughput in the first log line.
     """
-    with ExitStack() as lent:
-        for slot in megatron.sequence_statistics():
-            lent.enter_context(swapped(*slot))
+    with lent(megatron.sequence_statistics()):
         yield

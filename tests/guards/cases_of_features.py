@@ -350,18 +350,52 @@ def _with_identity(value):
 
 
 def _fused_call(stack):
-    model = torch.nn.Sequential(plain("_fused_impl"), plain("_fused_ops"))
+    model = torch.nn.Sequential(plain("_fused_impl", "_norm_seq"), plain("_fused_ops"), plain(*FUSED_SHARED_EXPERT))
     model[1]._fused_ops = (torch.nn.ReLU(),)
+    model[2]._fused_grouped_swiglu_tokens_per_expert = {"small": torch.ones(1)}
     return call_of(model)
 
 
+FUSED_SHARED_EXPERT = tuple(f"_fused_grouped_swiglu_{part}" for part in ("ops", "recipe", "unit_scale"))
+
+
 def _fused(call):
-    return [Same(call.chunks[0][0]._fused_impl), Same(call.chunks[0][1]._fused_ops)]
+    fields = [vars(layer) for layer in call.chunks[0]]
+    own = [{name: Same(value) for name, value in each.items() if _is_own_field(name)} for each in fields]
+    return [*own, fields[2]["_fused_grouped_swiglu_tokens_per_expert"]]
 
 
 def _fuse(call):
-    call.chunks[0][0]._fused_impl = (torch.nn.ReLU(),)
-    call.chunks[0][1]._fused_ops = (torch.nn.ReLU(),)
+    layers = call.chunks[0]
+    layers[0]._norm_seq, layers[0]._recipe = (torch.nn.ReLU(),), "recipe"
+    for layer, name in ((layers[0], "_fused_impl"), (layers[1], "_fused_ops"), (layers[2], FUSED_SHARED_EXPERT[0])):
+        setattr(layer, name, (torch.nn.ReLU(),))
+    for name in FUSED_SHARED_EXPERT[1:]:
+        setattr(layers[2], name, torch.ones(1))
+    layers[2]._fused_grouped_swiglu_tokens_per_expert["large"] = torch.ones(2)
+
+
+# --- shared_experts ---
+
+HALF_WAY = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
+
+
+def _sharing_call(stack):
+    model = torch.nn.Sequential(plain(*HALF_WAY), plain())
+    model[0]._overlap_state = "idle"
+    return call_of(model)
+
+
+def _half_way(call):
+    return [
+        {name: Same(value) for name, value in vars(layer).items() if _is_own_field(name)} for layer in call.chunks[0]
+    ]
+
+
+def _stop_half_way(call):
+    call.chunks[0][0]._overlap_state = "sent"
+    for name in HALF_WAY:
+        setattr(call.chunks[0][0], name, torch.ones(1))
 
 
 def _deferring_call(stack):
@@ -605,6 +639,7 @@ CASES = (
         for trained in (False, True)
     ),
     Case(guards.fused_operations, _fused_call, _fused, _fuse),
+    Case(guards.shared_experts, _sharing_call, _half_way, _stop_half_way),
     Case(guards.deferred_wgrad, _deferring_call, _deferred, _defer),
     Case(guards.activation_offload, _offloading_call, _offloading, _plan_offloading),
     Case(guards.paged_stash, _stashing_call, _stashing, _plan_stashing),

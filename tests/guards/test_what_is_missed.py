@@ -7,6 +7,7 @@ import importlib
 import sys
 import warnings
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pp_free_warmup import _megatron as megatron
@@ -263,6 +265,28 @@ class Deferring(torch.nn.Module):
 def _deferring_model():
     config = plain_config(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=0, perform_initialization=False)
     return call_of(Deferring(config), config=config)
+
+
+# --- shared_experts ---
+
+
+@pytest.mark.skipif(not hasattr(shared_experts, "SharedExpertState"), reason="the state came with 0.18")
+@pytest.mark.usefixtures("one_rank")
+@with_and_without
+def test_shared_experts_are_idle_after_a_pass_that_failed(guarded):
+    """A pass that fails between dispatch and combine does not stop the next forward of the same layer."""
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace(moe_shared_expert_overlap=True, sequence_parallel=False)
+    layer.tp_group, layer.stream = parallel_state.get_tensor_model_parallel_group(), torch.cuda.Stream()
+    layer.use_shared_expert_gate, layer.cached_fc1_input = False, None
+    layer._overlap_state = shared_experts.SharedExpertState.IDLE
+    begin = partial(shared_experts.SharedExpertMLP.pre_forward_comm, layer, wait_current_stream=False)
+    with pytest.raises(MemoryError), during(guards.shared_experts, call_of(layer), guarded):
+        begin(torch.ones(2, requires_grad=True))
+        raise MemoryError
+
+    with nullcontext() if guarded else pytest.raises(AssertionError, match="IDLE"):
+        begin(torch.ones(2, requires_grad=True))
 
 
 # --- qk_clip ---
