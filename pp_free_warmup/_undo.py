@@ -72,15 +72,8 @@ def attributes_kept(owner: object, names: Iterable[str]) -> Iterator[None]:
     Raises:
         TypeError: One of them does not live in ``vars(owner)``; nothing was changed.
     """
-    names = tuple(names)
-    for name in names:
-        _refuse_what_lives_elsewhere(owner, name)
-    before = {name: vars(owner).get(name, ABSENT) for name in names}
-    try:
+    with lent((owner, name, getattr(owner, "__dict__", {}).get(name, ABSENT)) for name in names):
         yield
-    finally:
-        for name, value in before.items():
-            _bind(owner, name, value)
 
 
 def _bind(owner: object, name: str, value: object) -> None:
