@@ -26,17 +26,20 @@ class Recorder:
         self._random = random
         self.fetched: deque[Any] = deque()
         self.exhausted = False
+        self.draws = False
 
     def __iter__(self) -> Recorder:
         return self
 
     def __next__(self) -> Any:
+        before = self._random.draws
         with self._random.as_caller():
             try:
                 item = next(self._iterator)
             except StopIteration:
                 self.exhausted = True
                 raise
+        self.draws |= self._random.draws > before
         self.fetched.append(item)
         return copy_of_batch(item)
 
@@ -101,6 +104,11 @@ class Batches:
     def fetched(self) -> int:
         """Count the batches that the pass took from the caller's iterators and nobody got back yet."""
         return sum(len(recorder.fetched) for recorder in self._recorders.values())
+
+    @property
+    def drawing(self) -> int:
+        """Count the caller's iterators that drew random numbers for what the pass took from them."""
+        return sum(recorder.draws for recorder in self._recorders.values())
 
     def for_schedule(self) -> Any:
         """Return ``data_iterator`` for the real call: the very objects passed where nothing was fetched."""

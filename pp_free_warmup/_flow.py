@@ -11,6 +11,8 @@ import weakref
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _preflight
 from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
@@ -24,6 +26,11 @@ from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
 from pp_free_warmup._verify import verified
 from pp_free_warmup.errors import RankSilent, RestoreFailed, TraceFound, WarmupError, WarmupFailed
 from pp_free_warmup.guards import guarded
+
+DRAWN_IN_ANOTHER_ORDER = (
+    "pp_free_warmup: rank %d has %d data iterators that drew random numbers for their first batches; if they draw "
+    "for every batch, a run without the warmup draws in another order, and its batches differ from this run's"
+)
 
 
 class Flow:
@@ -129,6 +136,8 @@ class Flow:
             )
         with self._stopwatch.measure("pass"), ledger.passing(), megatron.transfers_counted() as self._transfers:
             run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
+        if self._batches.drawing > 1:
+            logger.warning(DRAWN_IN_ANOTHER_ORDER, torch.distributed.get_rank(), self._batches.drawing)
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
         opened, trouble = ChannelReport(), None

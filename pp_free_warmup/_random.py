@@ -57,7 +57,7 @@ class CallerRandom:
 
     def __init__(self) -> None:
         self._saved: list[_States] = []
-        self.drew = False
+        self.draws = 0  # in how many blocks of `as_caller` something was drawn
 
     @staticmethod
     def digests() -> dict[str, str]:
@@ -90,7 +90,7 @@ class CallerRandom:
             yield
         finally:
             now = _read()
-            self.drew |= _digests(now) != _digests(self._saved[-1])
+            self.draws += _digests(now) != _digests(self._saved[-1])
             self._saved[-1] = now
             _set(mine)
 

@@ -35,7 +35,7 @@ def verified(call: ScheduleCall, optimizer: Any, stopwatch: Stopwatch) -> Iterat
     yield
     with stopwatch.measure("verify"):
         after = observed(call.chunks, optimizer, step)
-        changed = changes(before.fields, after.fields, RANDOM if call.random.drew else ())
+        changed = changes(before.fields, after.fields, RANDOM if call.random.draws else ())
     if changed:
         raise _trace_found(changed)
 

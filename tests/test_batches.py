@@ -354,6 +354,18 @@ def test_a_shuffling_loader_draws_what_it_would_have_drawn():
     assert warmed == cold
 
 
+def test_iterators_that_draw_are_counted():
+    """Several of them on one rank may draw in another order than without a warmup, which the log then says."""
+    batches = _batches([_shuffled(), iter([1]), _shuffled()], chunks=3)
+    random_of_caller = next(iter(batches._recorders.values()))._random
+    random_of_caller.read()
+    for chunk in range(3):
+        next(batches.for_pass(chunk))
+    random_of_caller.set()
+
+    assert batches.drawing == 2
+
+
 def test_the_pass_continues_its_own_random_numbers_after_a_fetch():
     """What the pass draws does not depend on what its data drew."""
     _seed()

@@ -21,7 +21,7 @@ from pp_free_warmup import in_warmup, pipeline_warmup
 from pp_free_warmup._ledger import FORWARD_ONLY, TRAINING, ledger
 from pp_free_warmup._megatron import SCHEDULE_NAMES
 from pp_free_warmup.errors import RestoreFailed, UnsupportedSetup, WarmupFailed
-from pp_free_warmup.testing import assert_leaves_no_trace, ranks
+from pp_free_warmup.testing import assert_leaves_no_trace, models, ranks
 
 COLD_THEN_WARM = (1, 4)
 
@@ -613,6 +613,26 @@ def test_on_unsupported_raise_stops_every_rank():
             _call_through_block(training, data_iterator=iterator)
 
     assert training.forward_step.counts == (0, 0)
+
+
+def _drawing(iterator: Any) -> Any:
+    """Draw for every batch, in this process."""
+    for batch in iterator:
+        torch.rand(1)
+        yield batch
+
+
+@ranks(2)
+def test_iterators_that_draw_in_another_order_are_told():
+    """Virtual stages with data that draws: the rank says so, once, and only where two iterators do."""
+    training = pipeline(VIRTUAL)
+    if dist.get_rank() == 0:
+        training.iterators = [_drawing(models.batches(VIRTUAL, seed)) for seed in (1, 2)]
+    with _heard() as lines, pipeline_warmup():
+        call(training)
+
+    told = [line for line in lines if "draws in another order" in line]
+    assert len(told) == (1 if dist.get_rank() == 0 else 0)
 
 
 @ranks(2)
