@@ -5,15 +5,16 @@ To add a guard:
 1. write ``guards/<concern>.py``: one generator of that name that saves, yields and puts back,
    with the three lines "Changed by", "Put back by" and "Missed by" in its docstring;
 2. add it to `GUARDS` below, where the order says why;
-3. add its case to ``tests/guards/cases.py``.
+3. add its case to ``tests/guards/cases.py``;
+4. run ``python docs/generated.py``, which adds it to the list of guards in the docs.
 
-Then run ``pytest tests/guards``: it names the step that was forgotten. A guard of your own,
-outside this library, goes into ``pipeline_warmup(extra_guards=[...])`` instead.
+Then run ``pytest tests/guards tests/test_docs.py``: it names the step that was forgotten. A guard of
+your own, outside this library, goes into ``pipeline_warmup(extra_guards=[...])`` instead.
 
 Three moves only, all in `pp_free_warmup._undo`: *lend* another object and give the old one back
-(``swapped``), *copy* tensors or contents and write them back in place (``tensors_kept``,
-``contents_kept``, ``attributes_kept``, ``fields_kept``), *read and set* (random numbers). Clearing
-is not putting back. Guards never communicate: ranks may hold different state, and a collective
+(``swapped``, ``lent``), *copy* tensors or contents and write them back in place (``tensors_kept``,
+``contents_kept``, ``entries_kept``, ``attributes_kept``, ``fields_kept``), *read and set* (random
+numbers). Clearing is not putting back. Guards never communicate: ranks may hold different state, and a collective
 that only some ranks reach hangs the job.
 """
 

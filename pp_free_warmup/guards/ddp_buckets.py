@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import swapped
+from pp_free_warmup._undo import lent
 
 
 @contextmanager
@@ -23,8 +23,6 @@ def ddp_buckets(call: ScheduleCall) -> Iterator[None]:
     Put back by: lending copies of the counters and flags.
     Missed by: gradients that are reduced too early, or an assertion in DDP; parameters not gathered.
     """
-    with ExitStack() as lent:
-        for group in megatron.bucket_groups(call.modules()):
-            for name, value in megatron.bucket_fields(group).items():
-                lent.enter_context(swapped(group, name, value))
+    groups = megatron.bucket_groups(call.modules())
+    with lent((group, name, value) for group in groups for name, value in megatron.bucket_fields(group).items()):
         yield

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from queue import Queue
-from typing import Any
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _transformer_engine as te
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import emptied, entries_kept, swapped
+from pp_free_warmup._undo import emptied, entries_kept, lent
 
 
 @contextmanager
@@ -28,8 +27,6 @@ def deferred_wgrad(call: ScheduleCall) -> Iterator[None]:
     with ExitStack() as kept:
         for buffer in list(megatron.deferred_embeddings(modules)):
             kept.enter_context(emptied(buffer))
-        for store in list(te.delayed_weight_gradients(modules)):
-            queue: Queue[Any] = Queue()
-            kept.enter_context(swapped(store, "context", queue))
+        kept.enter_context(lent((store, "context", Queue()) for store in te.delayed_weight_gradients(modules)))
         kept.enter_context(entries_kept(map(vars, modules), ("backward_dw_wrapper",)))
         yield

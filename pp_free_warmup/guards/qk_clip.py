@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import attributes_kept
+from pp_free_warmup._undo import entries_kept
 
 
 @contextmanager
@@ -18,7 +18,5 @@ def qk_clip(call: ScheduleCall) -> Iterator[None]:
     Put back by: the old tensor, or None; the forward makes a new tensor each time.
     Missed by: the weights after step 0: a maximum of made-up activations can clip them.
     """
-    with ExitStack() as kept:
-        for module in megatron.attention_maxima(call.modules()):
-            kept.enter_context(attributes_kept(module, ("current_max_attn_logits",)))
+    with entries_kept(map(vars, megatron.attention_maxima(call.modules())), ("current_max_attn_logits",)):
         yield

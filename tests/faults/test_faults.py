@@ -37,7 +37,7 @@ def test_a_fault_ends_well(trial: Trial, twins: str) -> None:
 
     survivors = {rank: end for rank, end in enumerate(endings) if not (trial.fault == "kill" and rank in trial.ranks)}
     verdict = {
-        "hangs": [f"rank {rank}: {end.kind} {_seconds(end)}" for rank, end in survivors.items() if _hangs(trial, end)],
+        "hangs": [f"rank {rank}: {end.kind} {_seconds(end)}" for rank, end in survivors.items() if _hangs(end)],
         "leaks": [f"rank {rank}: {leak}" for rank, end in survivors.items() for leak in _leaks(end)],
         "unnamed": [f"rank {rank}: {_said(end)}" for rank, end in survivors.items() if not _names(trial, end)],
     }
@@ -54,9 +54,9 @@ def _seconds(ending: Ending) -> float:
     return ending.value.seconds if ending.kind == "returned" else ending.seconds
 
 
-def _hangs(trial: Trial, ending: Ending) -> bool:
-    store_dies = trial.store == "rank0" and trial.fault == "kill" and 0 in trial.ranks
-    return ending.kind == "hung" or _seconds(ending) > (BOUND_WITHOUT_STORE if store_dies else BOUND)
+def _hangs(ending: Ending) -> bool:
+    connecting = ending.kind == "returned" and "while trying to connect to" in ending.value.text
+    return ending.kind == "hung" or _seconds(ending) > (BOUND_WITHOUT_STORE if connecting else BOUND)
 
 
 def _leaks(ending: Ending) -> list[str]:
