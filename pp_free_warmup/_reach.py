@@ -11,27 +11,28 @@ import enum
 import functools
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, MemberDescriptorType, MethodType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from pp_free_warmup._callables import held_by
+from pp_free_warmup._callables import Held, held_by
 
 # How many links are followed from a module or a forward step, and into how large a container.
 DEPTH = 6
 ITEMS = 10_000
 # Packages whose objects are left as they are: compiled code and its caches, locks, threads, files, ourselves.
-CLOSED = frozenset(
-    "torch triton tilelang tvm cutlass flashinfer deep_gemm numpy threading _thread logging weakref concurrent "
-    "multiprocessing asyncio io _io socket ssl subprocess ctypes importlib inspect re pathlib wrapt ray "
-    "pp_free_warmup".split()
-)
+COMPILERS = {"torch", "triton", "tilelang", "tvm", "cutlass", "flashinfer", "deep_gemm", "numpy"}
+THREADS = {"threading", "_thread", "concurrent", "multiprocessing", "asyncio", "ray", "subprocess", "socket", "ssl"}
+LIBRARY = {"logging", "weakref", "io", "_io", "ctypes", "importlib", "inspect", "re", "pathlib", "typing", "wrapt"}
+CLOSED = COMPILERS | THREADS | LIBRARY | {"pp_free_warmup"}
+NUMBERS = (bool, int, float, str)  # global variables of these kinds are counters and flags
 OURS_FOR_TESTS = "pp_free_warmup.testing"
 
+UNKNOWN = -1
 SKIPPED, MODULE, MAPPING, LISTED, TUPLE, RANDOM, OBJECT, CALLABLE = range(8)
 
 
@@ -46,6 +47,7 @@ class Reached:
         slotted: Objects with ``__slots__``, and the descriptors of those slots.
         containers: Builtin containers (and those of classes derived from them) that can be changed.
         cells: Variables of closures.
+        names: Global variables that a function names and that are counters or flags: the file's globals, the name.
         generators: Private random generators of torch, NumPy and Python.
     """
 
@@ -55,6 +57,7 @@ class Reached:
     slotted: list[tuple[object, tuple[Any, ...]]] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     cells: list[CellType] = field(default_factory=list)
+    names: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
 
 
@@ -107,17 +110,18 @@ class Walk:
         found, fields = self._found, vars(module)
         found.modules.append(module)
         found.fields.append(fields)
-        inside = []
-        for value in fields.values():
-            if type(value) in (dict, OrderedDict) and not value:  # a module has a dozen of these
+        kinds, waiting = self._kinds, self._waiting
+        for value in fields.values():  # as `_push` does, with a short way for the dozen of empty dicts of a module
+            kind = kinds.get(type(value), UNKNOWN)
+            if kind == UNKNOWN:
+                self._push((value,), 0)
+            elif kind == MAPPING and not value:
                 found.containers.append(value)
-            else:
-                inside.append(value)
-        self._push(inside, 0)
-        for parameter in fields["_parameters"].values():
-            if parameter is not None and id(parameter) not in self._met:
-                self._met[id(parameter)] = parameter
-                found.fields.append(vars(parameter))
+            elif kind:
+                waiting.append((value, kind, 0))
+        new = [one for one in fields["_parameters"].values() if one is not None and id(one) not in self._met]
+        self._met.update((id(parameter), parameter) for parameter in new)
+        found.fields.extend(map(vars, new))
 
     def _enter_mapping(self, container: dict[Any, Any], depth: int) -> None:
         self._found.containers.append(container)
@@ -156,6 +160,18 @@ class Walk:
         for held in held_by(function):
             if held.cell is not None:
                 self._found.cells.append(held.cell)
+            if held.name.startswith("global "):
+                self._enter_global(function, held, depth)
+            else:
+                self._push((held.value,), depth + 1)
+        if isinstance(function, FunctionType):
+            self._found.fields.append(vars(function))
+
+    def _enter_global(self, function: FunctionType, held: Held, depth: int) -> None:
+        """Go on to a global variable, but to a function only where it is of the same file."""
+        if isinstance(held.value, NUMBERS):
+            self._found.names.append((function.__globals__, held.name.removeprefix("global ")))
+        elif not isinstance(held.value, FunctionType) or held.value.__globals__ is function.__globals__:
             self._push((held.value,), depth + 1)
 
     def _slots_of(self, of: type) -> tuple[Any, ...]:
@@ -200,7 +216,7 @@ def _kind_of(of: type) -> int:
     """Say how a value of this class is entered, for the first value of each class."""
     for kinds, kind in (
         (torch.nn.Module, MODULE),
-        ((torch.Tensor, type, enum.Enum, BaseException, random.SystemRandom), SKIPPED),
+        ((torch.Tensor, type, ModuleType, enum.Enum, BaseException, random.SystemRandom), SKIPPED),
         (dict, MAPPING),
         ((list, set, deque), LISTED),
         ((tuple, frozenset), TUPLE),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pp_free_warmup._reach import Reached, Walk, slots_read
-from pp_free_warmup._undo import ABSENT, refill
+from pp_free_warmup._undo import ABSENT, is_same_dict, refill
 
 # What torch.compile notes of code that it compiled in the block and that stays: without the note it would be stale.
 COMPILER = "_dynamo_"
@@ -37,24 +37,31 @@ class Kept:
         self._contents = {place: each.copy() for place, each in enumerate(reached.containers) if each}
         self._slots = [slots_read(value, slots) for value, slots in reached.slotted]
         self._cells = [_read(cell) for cell in reached.cells]
+        self._names = [home.get(name, ABSENT) for home, name in reached.names]
         self._classes = [type(module) for module in reached.modules]
 
     def put_back(self) -> None:
         """Write what differs; objects that lie where they lay are not touched."""
+        self._put_back_contents()
         reached = self._reached
         for module, of in zip(reached.modules, self._classes, strict=True):
             if type(module) is not of:
                 module.__class__ = of
-        for fields, before in zip(reached.fields, self._fields, strict=True):
-            _put_back_fields(fields, before, lasting=id(fields) in reached.lasting)
-        for place, container in enumerate(reached.containers):
-            before = self._contents.get(place)
-            if before is not None or container:
-                refill(container, _empty(container) if before is None else before)
         for (value, slots), before in zip(reached.slotted, self._slots, strict=True):
             _put_back_slots(value, slots, before)
         for cell, content in zip(reached.cells, self._cells, strict=True):
             _write(cell, content)
+        for (home, name), content in zip(reached.names, self._names, strict=True):
+            home[name] = content
+
+    def _put_back_contents(self) -> None:
+        for fields, before in zip(self._reached.fields, self._fields, strict=True):
+            if not is_same_dict(fields, before):
+                _put_back_fields(fields, before, lasting=id(fields) in self._reached.lasting)
+        containers = self._reached.containers
+        filled = (place for place, container in enumerate(containers) if container)
+        for place in {**self._contents, **dict.fromkeys(filled)}:
+            refill(containers[place], self._contents.get(place, _empty(containers[place])))
 
     @contextmanager
     def as_caller(self) -> Iterator[None]:
@@ -72,9 +79,11 @@ class Kept:
             _merge(mine, old, new)
         for place in {*earlier._contents, *now._contents}:
             self._take_over_contents(place, earlier._contents.get(place), now._contents.get(place))
-        for place, (old, new) in enumerate(zip(earlier._cells, now._cells, strict=True)):
-            if old is not new:
-                self._cells[place] = new
+        for mine, old, new in (
+            (self._cells, earlier._cells, now._cells),
+            (self._names, earlier._names, now._names),
+        ):
+            mine[:] = [kept if was is it else it for kept, was, it in zip(mine, old, new, strict=True)]
 
     def _take_over_contents(self, place: int, old: Any, new: Any) -> None:
         container = self._reached.containers[place]

@@ -215,7 +215,7 @@ def refill(container: Container, before: Container) -> None:
 
 def _refill_dict(container: dict[Any, Any], before: dict[Any, Any]) -> None:
     kind = OrderedDict if isinstance(container, OrderedDict) else dict
-    if _is_same(dict.values(container), dict.values(before)) and _is_same(container, before):
+    if is_same_dict(container, before):
         return
     for key, value in dict.items(before):
         if dict.get(container, key, ABSENT) is not value:
@@ -229,6 +229,15 @@ def _reorder(container: dict[Any, Any], before: dict[Any, Any], kind: type[dict[
     if not _is_same(container, before):
         for key in before:
             kind.__setitem__(container, key, kind.pop(container, key))
+
+
+def is_same_dict(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Tell whether two dicts hold the very same keys and values in the same order."""
+    return (
+        len(one) == len(other)
+        and all(map(operator.is_, dict.values(one), dict.values(other)))
+        and all(map(operator.is_, one, other))
+    )
 
 
 def _is_same(items: Collection[Any], others: Collection[Any]) -> bool:

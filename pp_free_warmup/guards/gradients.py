@@ -9,7 +9,7 @@ import torch
 
 from pp_free_warmup._call import ScheduleCall
 
-LARGE = 64 * 2**20  # bytes of a gradient for which a look at its values costs less than as much memory again
+LARGE = 64 * 2**20  # bytes; for more, a look at the values costs less than as much memory again
 
 
 @contextmanager
@@ -27,14 +27,12 @@ def gradients(call: ScheduleCall) -> Iterator[None]:
     grads = [(parameter, parameter.grad) for parameter in call.parameters()]
     mains = [(vars(one), vars(one)["main_grad"]) for one, _ in grads if vars(one).get("main_grad") is not None]
     zeros = {id(main): main for _, main in mains if _is_large_and_zero(main)}
-    scratch = _scratch([main for _, main in mains if id(main) not in zeros])
-    call.taken["gradients"] = sum(buffer.nbytes for buffer in scratch.values())
+    views, call.taken["gradients"] = _scratch([main for _, main in mains if id(main) not in zeros])
     try:
         for parameter, _ in grads:
             parameter.grad = None
         for fields, main in mains:
-            if id(main) not in zeros:
-                fields["main_grad"] = scratch[main.dtype, main.device].as_strided(main.size(), main.stride())
+            fields["main_grad"] = views.get(id(main), main)
         yield
     finally:
         for fields, main in mains:
@@ -50,10 +48,12 @@ def _is_large_and_zero(gradient: torch.Tensor) -> bool:
     return large and not bool(gradient.detach().view(torch.uint8).any())
 
 
-def _scratch(mains: list[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-    """Return one buffer per dtype and device, as large as the largest of *mains*."""
+def _scratch(mains: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], int]:
+    """Return a view per gradient, by its id, and their bytes: one buffer per dtype and device, as large as needed."""
     extents: dict[tuple[torch.dtype, torch.device], int] = {}
     for main in mains:
         extent = 1 + sum((n - 1) * step for n, step in zip(main.size(), main.stride(), strict=True))
         extents[main.dtype, main.device] = max(extent, extents.get((main.dtype, main.device), 0))
-    return {key: torch.zeros(extent, dtype=key[0], device=key[1]) for key, extent in extents.items()}
+    buffers = {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in extents.items()}
+    views = {id(main): buffers[main.dtype, main.device].as_strided(main.size(), main.stride()) for main in mains}
+    return views, sum(buffer.nbytes for buffer in buffers.values())
