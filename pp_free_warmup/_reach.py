@@ -12,7 +12,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -182,7 +182,7 @@ class Walk:
         return self._slots[of]
 
 
-ENTER = {
+ENTER: dict[int, Callable[[Walk, Any, int], None]] = {
     MODULE: Walk._enter_module,
     MAPPING: Walk._enter_mapping,
     LISTED: Walk._enter_listed,
@@ -230,7 +230,7 @@ def _kind_of(of: type) -> int:
 
 def _is_open(of: type) -> bool:
     """Tell whether an object of this class is a plain one that holds state of its own."""
-    home = of.__module__ if isinstance(of.__module__, str) else ""
+    home = str(of.__module__)
     if home.partition(".")[0] in CLOSED and not home.startswith(OURS_FOR_TESTS):
         return False
     steps = hasattr(of, "step") and hasattr(of, "zero_grad")  # an optimizer: never touched

@@ -34,7 +34,7 @@ class Kept:
     def __init__(self, reached: Reached) -> None:
         self._reached = reached
         self._fields = [fields.copy() for fields in reached.fields]
-        self._contents = {place: each.copy() for place, each in enumerate(reached.containers) if each}
+        self._contents: dict[int, Any] = {place: each.copy() for place, each in enumerate(reached.containers) if each}
         self._slots = [slots_read(value, slots) for value, slots in reached.slotted]
         self._cells = [_read(cell) for cell in reached.cells]
         self._names = [home.get(name, ABSENT) for home, name in reached.names]
@@ -89,7 +89,8 @@ class Kept:
         container = self._reached.containers[place]
         old, new = (_empty(container) if each is None else each for each in (old, new))
         if isinstance(container, dict):
-            _merge(self._contents.setdefault(place, {}), old, new)
+            mapping = self._contents.setdefault(place, {})
+            _merge(mapping, old, new)
         elif list(map(id, old)) != list(map(id, new)):
             mine = list(self._contents.get(place, ()))
             appended = isinstance(container, list) and list(map(id, old)) == list(map(id, new[: len(old)]))

@@ -188,7 +188,7 @@ def emptied(container: Container) -> Iterator[None]:
         refill(container, before)
 
 
-def refill(container: Container, before: Container) -> None:
+def refill(container: Container, before: Any) -> None:
     """Give a container the very objects that *before* holds, in their order; write only what differs.
 
     Items are compared by identity alone. A thread that reads meanwhile never finds the container
@@ -200,13 +200,13 @@ def refill(container: Container, before: Container) -> None:
         before: A copy made earlier.
     """
     if isinstance(container, dict):
-        _refill_dict(container, before)  # type: ignore[arg-type]
+        _refill_dict(container, before)
     elif isinstance(container, set):
         set.update(container, before)
         set.intersection_update(container, before)
     elif not _is_same(container, before):
         if isinstance(container, list):
-            list.__setitem__(container, slice(None), before)  # type: ignore[index]
+            list.__setitem__(container, slice(None), before)
         else:
             deque.extend(container, before)
             while len(container) > len(before):
