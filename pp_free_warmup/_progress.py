@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from pp_free_warmup._undo import ABSENT, fields_kept
+from pp_free_warmup._structure import structure_kept
+from pp_free_warmup._undo import ABSENT
 
 DATA = 100_000  # a container of more entries holds data, not a position
 SMALL = 4096  # a tensor of no more elements, in a field of the iterator, may be a counter
@@ -30,7 +31,7 @@ OTHERS = ("threading", "_thread", "queue", "_queue", "multiprocessing", "concurr
 def own_state_kept(iterator: Any) -> Iterator[None]:
     """Keep the fields of an iterator that runs itself, what its containers hold, and its private generators."""
     before = Progress(iterator)
-    with fields_kept(iterator):
+    with structure_kept(iterator):
         try:
             yield
         finally:

@@ -79,11 +79,13 @@ class Kept:
             _merge(mine, old, new)
         for place in {*earlier._contents, *now._contents}:
             self._take_over_contents(place, earlier._contents.get(place), now._contents.get(place))
-        for variables, old, new in (
+        for variables, was, now_are in (
             (self._cells, earlier._cells, now._cells),
             (self._names, earlier._names, now._names),
         ):
-            variables[:] = [kept if was is it else it for kept, was, it in zip(variables, old, new, strict=True)]
+            variables[:] = [
+                kept if first is second else second for kept, first, second in zip(variables, was, now_are, strict=True)
+            ]
 
     def _take_over_contents(self, place: int, old: Any, new: Any) -> None:
         container = self._reached.containers[place]

@@ -25,9 +25,8 @@ def fields(call: ScheduleCall) -> Iterator[None]:
     walk = Walk()
     model = walk.from_model([*call.chunks, *call.configs()])
     step = walk.from_step([call.keywords.get("forward_step_func")])
-    data = walk.from_model(call.iterators)
     call.reaches([*model.modules, *step.modules])
-    call.random.also([*model.generators, *step.generators, *data.generators])
+    call.random.also([*model.generators, *step.generators])
     of_model, of_step = Kept(model), Kept(step)
     with ExitStack() as undo:
         undo.callback(of_model.put_back)
