@@ -26,6 +26,7 @@ class ScheduleCall:
         groups: The process groups that this call uses.
         interleaved: True for the schedule with virtual stages.
         random: The caller's random number generators.
+        schedule: The schedule function, as called.
     """
 
     keywords: Mapping[str, Any]
@@ -35,6 +36,7 @@ class ScheduleCall:
     groups: megatron.Groups
     interleaved: bool
     random: CallerRandom
+    schedule: Callable[..., Any] | None = None
     _modules: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
     _parameters: list[torch.nn.Parameter] = field(default_factory=list, init=False, repr=False)
 
@@ -152,6 +154,7 @@ def read_call(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> Sche
         groups=megatron.groups_of(keywords),
         interleaved=interleaved,
         random=CallerRandom(),
+        schedule=schedule,
     )
 
 

@@ -36,6 +36,7 @@ from pp_free_warmup._megatron.groups import (
     pipeline_group_of,
     store_of_world,
 )
+from pp_free_warmup._megatron.origin import foreign_code, untested_release
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
     INTERLEAVED,
@@ -107,6 +108,7 @@ __all__ = [
     "config_of",
     "deferred_embeddings",
     "exchange",
+    "foreign_code",
     "forward_step",
     "fusing",
     "generation_of",
@@ -148,6 +150,7 @@ __all__ = [
     "timer_records",
     "timers_in_use",
     "transfers_counted",
+    "untested_release",
     "unwrapped",
     "with_fused_parts",
     "without_gradient_sync",
