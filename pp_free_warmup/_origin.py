@@ -12,11 +12,11 @@ from pp_free_warmup._options import UNTESTED_SWITCH
 from pp_free_warmup._report import logger
 
 UNTESTED = (
-    "pp_free_warmup: megatron-core {version} is not a tested release; its functions fit: it is warmed at your own risk. "
+    "pp_free_warmup: megatron-core {version} is not a tested release; its functions fit: warmed at your own risk; "
     "{switch}=allow ends this line, {switch}=refuse runs without a warmup"
 )
 FOREIGN = (
-    "pp_free_warmup: the schedule {name} is not Megatron's own but {code}; its stages are warmed as Megatron's would be, "
+    "pp_free_warmup: the schedule {name} is not Megatron's own but {code}; it is warmed as Megatron's would be, "
     "which is right only if it runs the same chunks with Megatron's own steps; PP_FREE_WARMUP=0 runs without a warmup"
 )
 _said: set[str] = set()

@@ -21,11 +21,11 @@ from megatron.core.pipeline_parallel import combined_1f1b, get_forward_backward_
 from pipelines import SMALL, VIRTUAL, call, pipeline
 
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup import _patch, pipeline_warmup, warm_first_call
+from pp_free_warmup import _origin, _patch, pipeline_warmup, warm_first_call
 from pp_free_warmup._megatron import REQUIRED_KEYWORDS, SCHEDULE_NAMES, foreign_code, origin
 from pp_free_warmup._undo import swapped
 from pp_free_warmup.errors import UnsupportedMegatron, UnsupportedSetup, WrongCall
-from pp_free_warmup.testing import ranks
+from pp_free_warmup.testing import cuda_on_cpu, ranks
 
 
 class Block:
@@ -320,12 +320,21 @@ def test_a_layout_is_read_again_once_it_changed(monkeypatch):
         _patch.arm(block)
 
 
-# --- whose code a schedule is -------------------------------------------------------------------------------------------
+# --- whose code a schedule is -----------------------------------------------------------------------------------------
 
 
 def zero_bubble(**keywords: Any) -> str:
     """Stand for another party's schedule."""
     return "bubbles"
+
+
+def _itself(schedule: Any) -> Any:
+    return schedule
+
+
+def _kept(schedule: Any) -> Any:
+    with cuda_on_cpu():
+        return FullCudaGraphWrapper(schedule)
 
 
 def _timed(schedule: Any) -> Any:
@@ -340,12 +349,12 @@ def _timed(schedule: Any) -> Any:
 @pytest.mark.parametrize(
     "dressed",
     [
-        lambda own: own,
+        _itself,
         _timed,
         lambda own: _timed(_timed(own)),
         warm_first_call,
         functools.partial,
-        FullCudaGraphWrapper,
+        _kept,
     ],
     ids=["itself", "a decorator", "two decorators", "ours", "a partial", "a keeper"],
 )
@@ -354,7 +363,7 @@ def test_megatrons_own_schedules_are_known_through_thin_wrappers(name, dressed):
     assert foreign_code(dressed(getattr(schedules, name))) == ""
 
 
-@pytest.mark.parametrize("dressed", [lambda theirs: theirs, _timed, warm_first_call], ids=["bare", "timed", "ours"])
+@pytest.mark.parametrize("dressed", [_itself, _timed, warm_first_call], ids=["bare", "timed", "ours"])
 def test_another_partys_schedule_is_told_by_where_it_is_defined(dressed):
     """Its module, name, file and line are named, through wrappers of it too."""
     line = zero_bubble.__code__.co_firstlineno
@@ -365,7 +374,7 @@ def test_another_partys_schedule_is_told_by_where_it_is_defined(dressed):
 def test_code_that_was_written_into_megatrons_module_is_not_megatrons():
     """A rewritten source runs in Megatron's module, but is not in its file."""
     rewritten: dict[str, Any] = {"__name__": schedules.__name__}
-    exec("def forward_backward_no_pipelining(**keywords): pass", rewritten)  # noqa: S102
+    exec("def forward_backward_no_pipelining(**keywords): pass", rewritten)
 
     assert "<string>:1" in foreign_code(rewritten["forward_backward_no_pipelining"])
 
@@ -379,14 +388,14 @@ def _theirs(name: str, dressed: Any) -> Iterator[list[str]]:
     logging.getLogger("pp_free_warmup").addHandler(handler)
     original = getattr(schedules, name)
     try:
-        with swapped(schedules, name, dressed(original)):
+        with swapped(schedules, name, dressed(original)), swapped(_origin, "_said", set()):
             yield lines
     finally:
         logging.getLogger("pp_free_warmup").removeHandler(handler)
 
 
 def _rebuilt(own: Any) -> Any:
-    def replacement(  # noqa: PLR0913
+    def replacement(
         *, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, **more
     ) -> Any:
         return own(
@@ -407,7 +416,7 @@ def _rebuilt(own: Any) -> Any:
 def test_a_foreign_schedule_is_warmed_and_warned_of_once(layout):
     """The run goes on; one rank says, once for both kinds of call, what was found under the name, and where."""
     training = pipeline(layout)
-    name = SCHEDULE_NAMES[1 if layout is VIRTUAL else 2]
+    name = SCHEDULE_NAMES[1 if layout.vp else 2]
     with _theirs(name, _rebuilt) as lines:
         with pipeline_warmup() as warmup:
             call(training)
@@ -422,7 +431,7 @@ def test_a_foreign_schedule_is_warmed_and_warned_of_once(layout):
 
 
 @ranks(2)
-@pytest.mark.parametrize("dressed", [lambda own: own, _timed], ids=["itself", "decorated"])
+@pytest.mark.parametrize("dressed", [_itself, _timed], ids=["itself", "decorated"])
 def test_megatrons_own_schedule_is_warmed_without_a_warning(dressed):
     """Neither Megatron's schedule nor a timer around it is anything to warn of."""
     training = pipeline()
@@ -433,7 +442,7 @@ def test_megatrons_own_schedule_is_warmed_without_a_warning(dressed):
     assert not any("not Megatron's own" in line for line in lines)
 
 
-# --- a release that was not tested --------------------------------------------------------------------------------------
+# --- a release that was not tested ------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -444,7 +453,7 @@ def test_an_untested_release_is_warmed(choice, lines_of_it, monkeypatch):
     monkeypatch.delenv("PP_FREE_WARMUP_UNTESTED", raising=False)
     if choice is not None:
         monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", choice)
-    with _theirs(SCHEDULE_NAMES[2], lambda own: own) as lines:
+    with _theirs(SCHEDULE_NAMES[2], _itself) as lines:
         for _ in range(2):
             with pipeline_warmup() as warmup:
                 call(pipeline())
@@ -472,7 +481,7 @@ def test_an_untested_release_that_one_rank_refuses_runs_cold(monkeypatch):
 def test_an_unknown_choice_is_an_error_where_a_block_is_entered(monkeypatch):
     """What was given and what it takes are named; whoever switched the warmup off is left alone."""
     monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", "maybe")
-    with pytest.raises(UnsupportedSetup, match="'maybe'; expected \"allow\" or \"refuse\"."), pipeline_warmup():
+    with pytest.raises(UnsupportedSetup, match='\'maybe\'; expected "allow" or "refuse".'), pipeline_warmup():
         pass
     with pipeline_warmup(enabled=False):
         pass

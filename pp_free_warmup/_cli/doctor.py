@@ -62,7 +62,7 @@ def megatron_facts(found: WhichMegatron | None) -> dict[str, str | None]:
     facts: dict[str, str | None] = {"megatron-core": found.version, "imported from": f"{found.folder}{tree}"}
     if not found.installed_is_imported:
         facts["installed"] = (
-            f"megatron-core {found.installed}, which is not what is imported: another Megatron comes first (PYTHONPATH?)"
+            f"{found.installed}, which is not what is imported: another Megatron comes first (on PYTHONPATH?)"
         )
     return facts
 

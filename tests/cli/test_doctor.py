@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -53,7 +54,7 @@ def tree(tmp_path, monkeypatch):
 
 def _words(table):
     """Read a printed table's second column, whose cells go over several lines."""
-    return " ".join(table.replace("│", " ").replace("┃", " ").split())
+    return " ".join(re.sub(r"[^\x20-\x7e]", " ", table).split())
 
 
 def _asked(*arguments):
