@@ -22,6 +22,7 @@ from pp_free_warmup._channels import ChannelReport, prime
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._local_pass import run_local_pass
 from pp_free_warmup._options import Options
+from pp_free_warmup._origin import say_once
 from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
 from pp_free_warmup._verify import verified
 from pp_free_warmup.errors import RankSilent, RestoreFailed, TraceFound, WarmupError, WarmupFailed
@@ -128,6 +129,7 @@ class Flow:
 
     def _pass(self) -> None:
         if self.speaks:
+            say_once(self._call.schedule)
             stages = self._call.groups.pipeline.size()
             logger.warning(
                 "pp_free_warmup: %d stages compile for their first %s call at the same time: compiling, not hung",

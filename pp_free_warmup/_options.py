@@ -11,6 +11,7 @@ from pp_free_warmup.errors import UnsupportedSetup
 
 ENVIRONMENT_SWITCH = "PP_FREE_WARMUP"
 VERIFY_SWITCH = "PP_FREE_WARMUP_VERIFY"
+UNTESTED_SWITCH = "PP_FREE_WARMUP_UNTESTED"
 NOT_YET: dict[str, Any] = {"shapes": (), "single_flight": None}
 
 
@@ -44,6 +45,9 @@ class Options:
         positive = given is None or (number and given > 0)
         self._expect("timeout", given, positive, "seconds above 0, or None for the pipeline group's own")
         self._expect("verify", self.verify, isinstance(self.verify, bool), "a bool")
+        untested = os.environ.get(UNTESTED_SWITCH) or "allow"
+        known = untested in ("allow", "refuse") or self.is_off_for_good
+        self._expect(UNTESTED_SWITCH, untested, known, '"allow" or "refuse"')
         self._expect("report_to", self.report_to, _is_path(self.report_to), "a path, or None to write no file")
         for name in ("extra_guards", "shapes"):
             value = getattr(self, name)

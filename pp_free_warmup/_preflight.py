@@ -9,6 +9,7 @@ stage alone may see, which are therefore put to the vote.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._batches import is_readable
 from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._options import UNTESTED_SWITCH
 from pp_free_warmup.errors import NotInitialized, WrongCall
 
 
@@ -100,6 +102,14 @@ def _multi_module(call: ScheduleCall) -> Refusal | None:
         return None
     text = f"the pipeline spans several modules ({', '.join(found) or 'a list of pipeline groups'})"
     return Refusal("multi-module", text, "nothing helps yet")
+
+
+def _untested(_call: ScheduleCall) -> Refusal | None:
+    version = megatron.untested_release()
+    if not version or os.environ.get(UNTESTED_SWITCH) != "refuse":
+        return None
+    text = f"megatron-core {version} is not a tested release, and {UNTESTED_SWITCH}=refuse"
+    return Refusal("untested-megatron", text, f"set {UNTESTED_SWITCH}=allow")
 
 
 def _chunks(call: ScheduleCall) -> Refusal | None:
@@ -203,6 +213,7 @@ def _iterators(call: ScheduleCall) -> Refusal | None:
 Check = Callable[[ScheduleCall], Refusal | None]
 CHECKS_BEFORE_VOTE: tuple[Check, ...] = (_multi_module, _stage_ranks, _no_store)
 CHECKS: tuple[Check, ...] = (
+    _untested,
     _chunks,
     _encoder_decoder,
     _fully_sharded,

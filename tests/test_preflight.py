@@ -36,6 +36,10 @@ class FullyShardedDataParallel(torch.nn.Module):
     """Stands for Megatron-FSDP's wrapper, which is known by its name."""
 
 
+class FsdpModule(torch.nn.Module):
+    """Stands for the base that Megatron-FSDP mixes into every module that it shards (main, 2026-08)."""
+
+
 class Sharded(FullyShardedDataParallel):
     """A user's subclass of it."""
 
@@ -123,12 +127,43 @@ def test_what_is_not_refused(made):
     assert _preflight.nobody_to_ask(made()) is None
 
 
-def test_a_subclass_of_a_sharding_wrapper_is_refused_too():
-    """A wrapper is known by any name in its ancestry, and named as it is."""
-    refused = _preflight.refusal(_call(Sharded()))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Sharded,
+        type("FullyShardedDataParallelV1", (torch.nn.Module,), {}),
+        type("FullyShardedDataParallelV2", (torch.nn.Module,), {}),
+        type("ExperimentalFsdpLinear", (FsdpModule,), {}),
+    ],
+)
+def test_a_sharding_wrapper_is_refused_by_any_of_its_names(kind):
+    """A wrapper is known by any name in its ancestry, those of Megatron's main included, and named as it is."""
+    refused = _preflight.refusal(_call(kind()))
 
     assert refused is not None
-    assert refused.text.startswith("the model is wrapped in Sharded, ")
+    assert refused.text.startswith(f"the model is wrapped in {kind.__name__}, ")
+
+
+@pytest.mark.parametrize(("choice", "refused"), [("refuse", True), ("allow", False), (None, False)])
+def test_an_untested_release_is_refused_where_that_is_asked_for(choice, refused, monkeypatch):
+    """By name, as every other refusal, and only if the environment says so."""
+    monkeypatch.setattr(megatron, "untested_release", lambda: "0.99.0")
+    if choice is None:
+        monkeypatch.delenv("PP_FREE_WARMUP_UNTESTED", raising=False)
+    else:
+        monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", choice)
+    found = _preflight.refusal(_call())
+
+    assert (found is not None) == refused
+    assert found is None or (found.name, "0.99.0" in found.text) == ("untested-megatron", True)
+
+
+def test_a_tested_release_is_never_refused_as_untested(monkeypatch):
+    """Whoever refuses untested releases still gets the tested ones warmed."""
+    monkeypatch.setattr(megatron, "untested_release", lambda: "")
+    monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", "refuse")
+
+    assert _preflight.refusal(_call()) is None
 
 
 @pytest.mark.parametrize("field", _preflight.REFUSED_FIELDS)

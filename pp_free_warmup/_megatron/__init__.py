@@ -29,6 +29,7 @@ from pp_free_warmup._megatron.groups import (
     pipeline_group_of,
     store_of_world,
 )
+from pp_free_warmup._megatron.origin import foreign_code, untested_release
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
     INTERLEAVED,
@@ -95,6 +96,7 @@ __all__ = [
     "communicator_of",
     "config_of",
     "exchange",
+    "foreign_code",
     "forward_step",
     "generation_of",
     "graph_slots",
@@ -135,6 +137,7 @@ __all__ = [
     "timer_records",
     "timers_in_use",
     "transfers_counted",
+    "untested_release",
     "unwrapped",
     "without_gradient_sync",
 ]

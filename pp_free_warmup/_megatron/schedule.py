@@ -30,7 +30,11 @@ SCHEDULE_NAMES = (
 REQUIRED_KEYWORDS = frozenset(
     {"forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"}
 )
-FULLY_SHARDED = {"MegatronFSDP", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "FSDPModule"}
+FULLY_SHARDED = {
+    *("MegatronFSDP", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "FSDPModule"),
+    # The branch main, 2026-08: the adapter's two kinds, and the base that its second kind mixes into each module.
+    *("FullyShardedDataParallelV1", "FullyShardedDataParallelV2", "FsdpModule"),
+}
 Shape = tuple[int, ...]
 
 
