@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class CallerRandom:
     def __init__(self) -> None:
         self._saved: list[_States] = []
         self.draws = 0  # in how many blocks of `as_caller` something was drawn
+        self.watched_by: list[Callable[[], AbstractContextManager[None]]] = []  # entered around each of these blocks
 
     @staticmethod
     def digests() -> dict[str, str]:
@@ -87,7 +88,10 @@ class CallerRandom:
         mine = _read()
         _set(self._saved[-1])
         try:
-            yield
+            with ExitStack() as watching:
+                for watch in self.watched_by:
+                    watching.enter_context(watch())
+                yield
         finally:
             now = _read()
             self.draws += _digests(now) != _digests(self._saved[-1])
