@@ -23,13 +23,10 @@ import wrapt
 
 from pp_free_warmup._callables import METHODS, code_of, held_by, own_fields, stored
 from pp_free_warmup._digest import PLAIN, plain_text, shortened, state_reader, tensor_digest
+from pp_free_warmup._origins import Origins
 
-LIBRARIES = ("megatron", "transformer_engine")
-# Never looked into, wherever they are installed; the testing package's trainings are a trainer's own objects.
-NOT_LOOKED_AT = ("torch", "triton", "numpy", "wrapt", "pp_free_warmup")
-LOOKED_AT = ("pp_free_warmup.testing", "torch.optim")
 PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace, queue.Queue, collections.UserDict, collections.UserList)
-CALLABLES = (*METHODS, types.FunctionType, functools.partial, functools._lru_cache_wrapper, wrapt.ObjectProxy)
+CALLABLES = (*METHODS, types.FunctionType, functools.partial, functools._lru_cache_wrapper, wrapt.BaseObjectProxy)
 UNWRAPPED = (staticmethod, classmethod, functools.partialmethod)
 # Entered before all else: a parameter is known by its module, not by a wrapper's list of all of them.
 NAMED_BY_MODULES = (torch.nn.Module, torch.Tensor)
@@ -37,7 +34,6 @@ NAMED_BY_MODULES = (torch.nn.Module, torch.Tensor)
 DEEPEST = 40
 MOST_OBJECTS = 500_000
 MOST_ELEMENTS = 10_000
-MOST_FILES = 300
 
 Fields = dict[str, str]
 
@@ -55,14 +51,13 @@ class StateWalk:
     Attributes:
         fields: Path to text. Objects stand there by type and identity, tensors by bits too.
         met: Every object met, by id: it stays alive so that no id is reused.
-        files: The names of the modules that the code met is from, in the order met.
+        origins: Knows the files that the code met is from.
     """
 
     def __init__(self, homes: Iterable[str] = (), tensor_text: Callable[[torch.Tensor], str] = tensor_digest) -> None:
         self.fields: Fields = {}
         self.met: dict[int, Any] = {}
-        self.files: dict[str, None] = {}
-        self._homes = frozenset(homes)
+        self.origins = Origins(homes)
         self._tensor_text = tensor_text
         self._entered: set[int] = set()
         self._classes: dict[int, type] = {}
@@ -70,7 +65,6 @@ class StateWalk:
         self._first: deque[tuple[str, Any, Callable[[str, Any], None], int]] = deque()
         self._depth = 0
         self._doors: dict[type, Callable[[str, Any], None] | None] = {}
-        self._open: dict[str, bool] = {}
 
     def visit(self, path: str, value: Any) -> None:
         """Write down *value* and what it leads to."""
@@ -94,27 +88,12 @@ class StateWalk:
         self.fields[f"{name}:"] = "loaded"
         for key, value in list(vars(module).items()):
             if issubclass(type(value), types.ModuleType):
-                self._add_file(str(stored(value, "__name__")))
+                self.origins.add_file(str(stored(value, "__name__")))
             elif not key.startswith("__"):
                 self.visit(f"{name}:{key}", value)
                 if issubclass(type(value), type):
                     self._visit_class(name, value)
                     self._drain()
-
-    def looks_into(self, module: str) -> bool:
-        """Tell whether a module's objects and globals are looked into: the user's own and Megatron's are."""
-        if module not in self._open:
-            self._open[module] = self._is_looked_into(module)
-        return self._open[module]
-
-    def _is_looked_into(self, module: str) -> bool:
-        package = module.partition(".")[0]
-        if package in LIBRARIES or _is_within(module, LOOKED_AT):
-            return True
-        if package in NOT_LOOKED_AT or package in sys.stdlib_module_names:
-            return False
-        file = str(vars(sys.modules[module]).get("__file__")) if module in sys.modules else ""
-        return "-packages" not in file or _is_within(module, self._homes)
 
     def _see(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -137,7 +116,7 @@ class StateWalk:
             (torch.Tensor, self._tensor),
             (torch.nn.Module, self._module),
             (type, lambda _path, value: self._class(value)),
-            (types.ModuleType, lambda _path, value: self._add_file(str(stored(value, "__name__")))),
+            (types.ModuleType, lambda _path, value: self.origins.add_file(str(stored(value, "__name__")))),
             (CALLABLES, self._callable),
             (dict, self._mapping),
             ((list, tuple, deque), self._sequence),
@@ -149,7 +128,7 @@ class StateWalk:
         return enter or (self._object if self._is_open(kind) else None)
 
     def _is_open(self, kind: type) -> bool:
-        return kind in PLAIN_HOLDERS or dataclasses.is_dataclass(kind) or self.looks_into(str(kind.__module__))
+        return kind in PLAIN_HOLDERS or dataclasses.is_dataclass(kind) or self.origins.looks_into(str(kind.__module__))
 
     def _object(self, path: str, value: Any) -> None:
         """Visit the fields of an object whose type is looked into, slots included, and the type's attributes."""
@@ -163,9 +142,9 @@ class StateWalk:
         """Leave a class and its bases to the visits of their files; visit those that no file has."""
         for base in kind.__mro__:
             home = str(base.__module__)
-            if not self.looks_into(home):
+            if not self.origins.looks_into(home):
                 continue
-            self._add_file(home)
+            self.origins.add_file(home)
             if "<locals>" in base.__qualname__:
                 self._visit_class(home, base)
 
@@ -198,19 +177,14 @@ class StateWalk:
         if type(value) is not types.FunctionType:
             return ()
         home = str(value.__globals__.get("__name__"))
-        if not self.looks_into(home):
+        if not self.origins.looks_into(home):
             return ("global", "default", "attribute")
-        self._add_file(home)
+        self.origins.add_file(home)
         for code in code_of(value):  # modules imported inside a function are none of its globals
             for name in sys.modules.keys() & set(code.co_names):
-                self._add_file(name)
+                self.origins.add_file(name)
         in_file = home in sys.modules and stored(sys.modules[home], "__dict__") is value.__globals__
         return ("global",) if in_file else ()
-
-    def _add_file(self, name: str) -> None:
-        outside = name.partition(".")[0] not in (*LIBRARIES, *NOT_LOOKED_AT)
-        if outside and len(self.files) < MOST_FILES and self.looks_into(name):
-            self.files.setdefault(name)
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         self.fields[path] = f"{self._tensor_text(tensor)} {self.fields[path]}"
@@ -256,8 +230,9 @@ class StateWalk:
 
     def _set(self, path: str, members: Any) -> None:
         kind = set if issubclass(type(members), set) else frozenset
-        names = (plain_text(one) if issubclass(type(one), PLAIN) else _named(one) for one in kind.__iter__(members))
-        self.fields[path] += f" of {shortened(str(sorted(names)))}"
+        plain = [plain_text(one) for one in kind.__iter__(members) if issubclass(type(one), PLAIN)]
+        objects = [_named(one) for one in kind.__iter__(members) if not issubclass(type(one), PLAIN)]
+        self.fields[path] += f" of {shortened(str(sorted(plain)))} {sorted(objects)}"
         self._own(path, members)
 
     def _ends(self, path: str, elements: Iterable[Any]) -> Iterable[tuple[int, Any]]:
@@ -276,7 +251,3 @@ class StateWalk:
 
 def _named(value: Any) -> str:
     return f"{type(value).__name__} object {id(value):#x}"
-
-
-def _is_within(module: str, packages: Iterable[str]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -20,7 +20,8 @@ import torch
 
 from pp_free_warmup._callables import held_by
 from pp_free_warmup._digest import bytes_digest, pickle_digest, tensor_digest
-from pp_free_warmup._state_walk import LIBRARIES, Fields, StateWalk
+from pp_free_warmup._origins import LIBRARIES
+from pp_free_warmup._state_walk import Fields, StateWalk
 
 # Paths that a forward and backward may change without a trace in training, and why.
 BENIGN = (
@@ -94,8 +95,8 @@ def _packages(step: Any) -> set[str]:
 def _visit_files(walk: StateWalk) -> None:
     """Visit the files that the code met is from, and those that they lead to."""
     visited = 0
-    while visited < len(walk.files):
-        name = list(walk.files)[visited]
+    while visited < len(walk.origins.files):
+        name = list(walk.origins.files)[visited]
         module = sys.modules.get(name)
         if module is not None:
             walk.visit_file(name, module)
