@@ -76,8 +76,6 @@ def nothing_to_do(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> 
     group = megatron.pipeline_group_of(keywords)
     if hasattr(group, "size") and group.size() == 1:
         return "the pipeline has one stage"
-    if keywords["num_microbatches"] == 0:
-        return "the call has no microbatches"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""

@@ -13,12 +13,12 @@ import torch
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
-from pp_free_warmup._agreement import Word
+from pp_free_warmup._agreement import Decision, Word
 from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
 from pp_free_warmup._flow import Flow, describe, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._options import Options
-from pp_free_warmup._report import WarmupReport, logger
+from pp_free_warmup._report import WarmupReport, say
 from pp_free_warmup.errors import UnsupportedMegatron, UnsupportedSetup
 
 DEFAULT_PATIENCE_S = 1800.0
@@ -171,14 +171,23 @@ class PipelineWarmup:
             raise
         if report.outcome == "skipped":
             assert flow.decision is not None
-            if flow.decision.word is Word.OFF:
-                self._off.add(kind)
-            else:
-                self._close(call, kind, report.reason)
-            self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
+            self._remember(flow.decision, call, report)
+            if flow.decision.word not in self._skips:
+                self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
+            if flow.decision.word is Word.IDLE:
+                self._skips.add(Word.IDLE)  # the ranks named may be others each time; told once all the same
             return dict(call.keywords)
         self._note(report, speaks=speaks_for(call))
         return {**call.keywords, "data_iterator": flow.data_iterator()}
+
+    def _remember(self, decision: Decision, call: ScheduleCall, skipped: WarmupReport) -> None:
+        """Write down whom this call's skip closes: nobody where some rank had no microbatches this time."""
+        if decision.word is Word.OFF:
+            self._off.add(skipped.kind)
+        elif decision.word is Word.APART:
+            ledger.part(megatron.generation_of(call.keywords), decision.kinds)
+        elif decision.word is not Word.IDLE:
+            self._close(call, skipped.kind, skipped.reason)
 
     def _skip(self, report: WarmupReport, call: ScheduleCall, *, refused: bool) -> None:
         self._note(report, speaks=speaks_for(call))
@@ -194,7 +203,7 @@ class PipelineWarmup:
         self.reports.append(report)
         if report.outcome == "skipped":
             if speaks and report.reason not in self._skips:
-                logger.warning("%s", report.headline())
+                say(report.headline())
             self._skips.add(report.reason)
         path = self._options.report_to
         if path is not None and torch.distributed.get_rank() == 0:
@@ -203,10 +212,9 @@ class PipelineWarmup:
     @staticmethod
     def _close(call: ScheduleCall, kind: str, reason: str) -> None:
         first = call.chunks[0]
-        ledger.write((first, megatron.unwrapped(first)), kind, Page(warm=False, generation=None, reason=reason))
+        ledger.write((first, megatron.unwrapped(first)), kind, Page(warm=False, reason=reason))
 
 
 def _is_settled(keywords: Mapping[str, Any], kind: str) -> bool:
     """Tell whether this call needs no warmup any more; the whole cost of a warm call."""
-    page = ledger.page(first_chunk(keywords), kind)
-    return page is not None and page.serves(megatron.generation_of(keywords))
+    return ledger.is_settled(first_chunk(keywords), kind, megatron.generation_of(keywords))
