@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 logger = logging.getLogger("pp_free_warmup")
 
@@ -147,7 +146,7 @@ class WarmupReport:
 
     def _table(self) -> Table:
         phases = _in_order(self.stages)
-        table = Table("stage", *map(Text, phases), title=None)
+        table = Table("stage", *phases, title=None)
         for stage in self.stages:
             table.add_row(str(stage.stage), *(_span(stage, phase) for phase in phases))
         return table

@@ -22,11 +22,14 @@ from pp_free_warmup._report import WarmupReport, say
 from pp_free_warmup.errors import UnsupportedMegatron, UnsupportedSetup
 
 DEFAULT_PATIENCE_S = 1800.0
+WAY_IN = (
+    "A schedule function fetched before the block is not reached: wrap that function itself, "
+    "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched."
+)
+PASSED_BY = f"pp_free_warmup: a pipeline step runs past an open pipeline_warmup block, without a warmup. {WAY_IN}"
 NOT_CALLED = (
     "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
-    "A schedule function fetched before the block is not reached: wrap that function itself, "
-    "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched. "
-    "A block with model= takes that model's calls only."
+    f"{WAY_IN} A block with model= takes that model's calls only."
 )
 
 
@@ -88,7 +91,7 @@ class PipelineWarmup:
         self._skips: set[str] = set()
         self.reports: list[WarmupReport] = []
         self.called = False
-        self._told = False
+        self._told = self._was_passed = False
         self.depth = 2  # frames from __exit__ to the user's line, for warnings
 
     @property
@@ -112,6 +115,14 @@ class PipelineWarmup:
             self._told = True
             warnings.warn(NOT_CALLED, RuntimeWarning, stacklevel=self.depth)
 
+    def passed_by(self) -> None:
+        """Say, once and at the first step already, that it runs past this block."""
+        if self._was_passed or self._options.is_off_for_good or not megatron.has_stages():
+            return
+        self._was_passed = True
+        if torch.distributed.get_rank() == 0:
+            say(PASSED_BY)
+
     def takes(self, keywords: Mapping[str, Any]) -> bool:
         """Tell whether this call's model is the one this block was given."""
         if self._models is None:
@@ -123,8 +134,7 @@ class PipelineWarmup:
     def run(self, schedule: Callable[..., Any], keywords: dict[str, Any]) -> Any:
         """Warm up if that is still to be done, then run the schedule for real."""
         self.called = True
-        for block in _patch.armed():
-            block.called = True
+        _patch.reached()
         kind = kind_of(bool(keywords.get("forward_only", False)))
         if ledger.running_here or (_is_settled(keywords, kind) and not ledger.taken):
             return schedule(**keywords)
