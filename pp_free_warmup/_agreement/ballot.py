@@ -141,9 +141,7 @@ class Ballot:
         time.sleep(self._pace.linger)
 
     @contextmanager
-    def watching(
-        self, on_progress: Callable[[str], None] = say, every: float = PROGRESS_SECONDS
-    ) -> Iterator[None]:
+    def watching(self, on_progress: Callable[[str], None] = say, every: float = PROGRESS_SECONDS) -> Iterator[None]:
         """Show signs of life from a thread during the block, and log other ranks' failures as they happen.
 
         An error that leaves the block is told to the others, unless a vote has ended in failure.

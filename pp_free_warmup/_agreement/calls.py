@@ -30,24 +30,24 @@ class Callers(NamedTuple):
 
     Attributes:
         call: What they make.
-        count: How many ranks make it.
+        total: How many ranks make it.
         ranks: The lowest of their global ranks, at most `RANKS_NAMED`.
     """
 
     call: Call
-    count: int
+    total: int
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        more = f" and {self.count - len(self.ranks)} more" if self.count > len(self.ranks) else ""
+        more = f" and {self.total - len(self.ranks)} more" if self.total > len(self.ranks) else ""
         ranks = ", ".join(map(str, self.ranks))
-        return f"a {self.call} on rank{'s' if self.count > 1 else ''} {ranks}{more}"
+        return f"a {self.call} on rank{'s' if self.total > 1 else ''} {ranks}{more}"
 
     @classmethod
     def read(cls, said: Sequence[Any]) -> Callers:
         """Read what JSON made of it."""
-        call, count, ranks = said
-        return cls(Call(*call), count, tuple(ranks))
+        call, total, ranks = said
+        return cls(Call(*call), total, tuple(ranks))
 
 
 def together(callers: Iterable[Callers]) -> tuple[Callers, ...]:
@@ -56,7 +56,7 @@ def together(callers: Iterable[Callers]) -> tuple[Callers, ...]:
     for one in callers:
         known = found.get(one.call, Callers(one.call, 0, ()))
         ranks = tuple(sorted(known.ranks + one.ranks)[:RANKS_NAMED])
-        found[one.call] = Callers(one.call, known.count + one.count, ranks)
+        found[one.call] = Callers(one.call, known.total + one.total, ranks)
     return tuple(found[call] for call in sorted(found))
 
 

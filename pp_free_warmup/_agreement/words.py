@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -206,7 +207,7 @@ def decide(stages: Sequence[Tally]) -> Decision:
     return Decision(word, reasons, tuple(stages), apart=apart)
 
 
-def _gravest_word(said: Set[Word]) -> Word:
+def _gravest_word(said: AbstractSet[Word]) -> Word:
     gravest_word = min(said, key=GRAVEST_FIRST.index)
     return Word.SKIP if gravest_word is Word.OFF and len(said) > 1 else gravest_word
 

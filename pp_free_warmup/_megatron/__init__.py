@@ -37,6 +37,7 @@ from pp_free_warmup._megatron.groups import (
     pipeline_group_of,
     store_of_world,
 )
+from pp_free_warmup._megatron.placement import out_of_place
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
     INTERLEAVED,
@@ -127,6 +128,7 @@ __all__ = [
     "loss_trackers",
     "nvtx_ranges",
     "offload_plan",
+    "out_of_place",
     "over_budget_flags",
     "owner_of_input",
     "pipeline_group_of",
