@@ -7,7 +7,7 @@ No step knows another; this module knows them all.
 
 from __future__ import annotations
 
-import weakref
+import logging
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _preflight
-from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
+from pp_free_warmup._agreement import Ballot, Call, Decision, Tally, Word
 from pp_free_warmup._batches import Batches
 from pp_free_warmup._call import ScheduleCall, refuse_mismatch
 from pp_free_warmup._channels import ChannelReport, prime
@@ -23,7 +23,7 @@ from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._local_pass import run_local_pass
 from pp_free_warmup._options import Options
 from pp_free_warmup._origin import say_once
-from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
+from pp_free_warmup._report import NOTICE, StageReport, Stopwatch, WarmupReport, say
 from pp_free_warmup._verify import verified
 from pp_free_warmup.errors import RankSilent, RestoreFailed, TraceFound, WarmupError, WarmupFailed
 from pp_free_warmup.guards import guarded
@@ -50,7 +50,9 @@ class Flow:
         self._kind = kind_of(call.forward_only)
         self._stopwatch = Stopwatch()
         self._batches = Batches(call)
-        self._ballot = Ballot(call.groups.pipeline, call.groups.stage, options.timeout)
+        model = type(megatron.unwrapped(call.chunks[0])).__name__
+        told = Call(self._kind, len(call.chunks), model)
+        self._ballot = Ballot(call.groups.pipeline, call.groups.stage, options.timeout, told)
         self._transfers: list[None] = []
         self.decision: Decision | None = None
 
@@ -69,7 +71,7 @@ class Flow:
             WarmupFailed: A rank failed; this rank's state was put back.
             RestoreFailed: This rank's state could not be put back.
         """
-        with self._ballot.watching(logger.warning):
+        with self._ballot.watching():
             return self._steps()
 
     def _steps(self) -> WarmupReport:
@@ -96,6 +98,8 @@ class Flow:
     def _own_word(self) -> tuple[Word, str]:
         if not self._options.is_on():
             return Word.OFF, "switched off"
+        if self._call.num_microbatches == 0:
+            return Word.IDLE, "the call has no microbatches"
         refuse_mismatch(self._call)
         refused = _preflight.refusal(self._call)
         if refused is not None:
@@ -131,15 +135,14 @@ class Flow:
         if self.speaks:
             say_once(self._call.schedule)
             stages = self._call.groups.pipeline.size()
-            logger.warning(
-                "pp_free_warmup: %d stages compile for their first %s call at the same time: compiling, not hung",
-                stages,
-                self._kind,
+            say(
+                f"pp_free_warmup: {stages} stages compile for their first {self._kind} call at the same time: "
+                "compiling, not hung"
             )
         with self._stopwatch.measure("pass"), ledger.passing(), megatron.transfers_counted() as self._transfers:
             run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
         if self._batches.drawing > 1:
-            logger.warning(DRAWN_IN_ANOTHER_ORDER, torch.distributed.get_rank(), self._batches.drawing)
+            say(DRAWN_IN_ANOTHER_ORDER % (torch.distributed.get_rank(), self._batches.drawing))
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
         opened, trouble = ChannelReport(), None
@@ -154,9 +157,11 @@ class Flow:
         stages = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
         if stages.word is Word.FAILED:
             raise self._failure(stages, "open its channels") from trouble
-        self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(self._call.keywords))))
+        self.settle(Page(warm=True))
+        outcome = "warmed" if decision.word is Word.GO else "primed"
+        is_news = ledger.prime(megatron.generation_of(self._call.keywords), rebuilt=outcome == "primed")
         report = WarmupReport(
-            outcome="warmed" if decision.word is Word.GO else "primed",
+            outcome=outcome,
             kind=self._kind,
             seconds=dict(self._stopwatch.seconds),
             total_s=self._stopwatch.total,
@@ -166,7 +171,7 @@ class Flow:
             stages=tuple(map(_stage_report, range(len(stages.stages)), stages.stages)),
         )
         if self.speaks:
-            logger.warning("%s", report.headline())
+            say(report.headline(), NOTICE if is_news else logging.DEBUG)
         return report
 
     def settle(self, page: Page) -> None:
@@ -221,9 +226,13 @@ def _stage_report(stage: int, said: Tally) -> StageReport:
         ranks=said.ranks,
         least={phase: spread.least for phase, spread in said.detail.items()},
         most={phase: spread.most for phase, spread in said.detail.items()},
+        quickest={phase: spread.least_rank for phase, spread in said.detail.items()},
+        slowest={phase: spread.most_rank for phase, spread in said.detail.items()},
     )
 
 
 def reasons_of(decision: Decision) -> str:
-    """Name every rank that did not simply go, with what it said."""
+    """Name every rank that did not simply go, with what it said; or who makes which call, if they differ."""
+    if decision.apart:
+        return f"ranks that vote together are in different calls: {decision.apart}; they run without a warmup"
     return "; ".join(f"rank {rank}: {reason}" for rank, _, reason in decision.reasons if reason)

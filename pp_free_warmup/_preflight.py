@@ -78,8 +78,6 @@ def nothing_to_do(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> 
     group = megatron.pipeline_group_of(keywords)
     if hasattr(group, "size") and group.size() == 1:
         return "the pipeline has one stage"
-    if keywords["num_microbatches"] == 0:
-        return "the call has no microbatches"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""
@@ -177,6 +175,21 @@ def _trapping_dispatcher(call: ScheduleCall) -> Refusal | None:
     )
 
 
+def _another_placement(call: ScheduleCall) -> Refusal | None:
+    found = megatron.out_of_place(call.chunks, call.groups)
+    return Refusal("another-placement", found, "nothing helps yet") if found else None
+
+
+def _lazy_parameters(call: ScheduleCall) -> Refusal | None:
+    if not any(torch.nn.parameter.is_lazy(parameter) for parameter in call.parameters()):
+        return None
+    return Refusal(
+        "lazy-parameters",
+        "some parameters are uninitialised: they have no shape before the first forward",
+        "run a forward before the warmup",
+    )
+
+
 def _meta_parameters(call: ScheduleCall) -> Refusal | None:
     if not any(parameter.is_meta for parameter in call.parameters()):
         return None
@@ -219,6 +232,8 @@ CHECKS: tuple[Check, ...] = (
     _fully_sharded,
     _config_features,
     _trapping_dispatcher,
+    _another_placement,
+    _lazy_parameters,
     _meta_parameters,
     _cached_distillation,
     _pipeline_dtype,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +101,20 @@ def everyone(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collect the lines that the library logs on this rank for the user to see."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pp_free_warmup")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def losses_of_step(training: Any) -> tuple[float, ...]:

@@ -35,11 +35,16 @@ class Block:
         self.mine = mine
         self.seen: list[dict[str, Any]] = []
         self.called = False
+        self.passed = 0
         self.reports: list[Any] = []
 
     def takes(self, keywords: dict[str, Any]) -> bool:
         """Take the calls of its own model, or all."""
         return self.mine is None or keywords["model"] is self.mine
+
+    def passed_by(self) -> None:
+        """Note that a step ran past."""
+        self.passed += 1
 
     def run(self, schedule: Any, keywords: dict[str, Any]) -> str:
         """Note the call."""
@@ -50,9 +55,9 @@ class Block:
 @pytest.fixture(autouse=True)
 def schedules_come_back():
     """Whatever a test does, the module ends as it began."""
-    before = [getattr(schedules, name) for name in SCHEDULE_NAMES]
+    before = [getattr(schedules, name) for name in (*SCHEDULE_NAMES, "forward_step")]
     yield
-    after = [getattr(schedules, name) for name in SCHEDULE_NAMES]
+    after = [getattr(schedules, name) for name in (*SCHEDULE_NAMES, "forward_step")]
     assert all(a is b for a, b in zip(before, after, strict=True))
     assert _patch.armed() == []
 
@@ -271,6 +276,71 @@ def test_an_original_is_known_by_identity():
     assert _patch.original_of(wrapper) is None
     assert _patch.original_of(print) is None
     _patch.disarm(block, 1)
+
+
+def _noted_steps(monkeypatch: Any) -> list[int]:
+    """Put a step in Megatron's place that only notes what it is called with."""
+    steps: list[int] = []
+
+    @functools.wraps(schedules.forward_step)
+    def step(number: int) -> None:
+        steps.append(number)
+
+    monkeypatch.setattr(schedules, "forward_step", step)
+    return steps
+
+
+def test_a_step_past_an_armed_block_is_noticed_once(monkeypatch):
+    """The first step of a schedule that nobody reached tells the block; after it the name is Megatron's own again."""
+    steps = _noted_steps(monkeypatch)
+    own = schedules.forward_step
+    block = Block()
+    _patch.arm(block)
+    for number in range(3):
+        schedules.forward_step(number)
+    watched = schedules.forward_step
+    _patch.disarm(block, 1)
+
+    assert steps == [0, 1, 2]
+    assert block.passed == 1
+    assert watched is own
+
+
+@pytest.mark.parametrize("reached", [_patch.reached, lambda: _call(schedules.forward_backward_no_pipelining)])
+def test_nothing_is_watched_once_a_schedule_was_reached(monkeypatch, reached):
+    """A schedule that was reached, through whichever door, ends the watch before its first step."""
+    steps = _noted_steps(monkeypatch)
+    own = schedules.forward_step
+    block = Block()
+    _patch.arm(block)
+    reached()
+    watched = schedules.forward_step
+    schedules.forward_step(1)
+    _patch.disarm(block, 1)
+
+    assert watched is own
+    assert (steps, block.passed) == ([1], 0)
+
+
+def test_a_step_that_another_party_wraps_meanwhile_is_left_to_them(monkeypatch):
+    """Their wrapper stays, and what is watched underneath only passes on."""
+    steps = _noted_steps(monkeypatch)
+    own = schedules.forward_step
+    block = Block()
+    _patch.arm(block)
+    ours = schedules.forward_step
+
+    def theirs(number: int) -> None:
+        ours(number)
+
+    schedules.forward_step = theirs
+    _patch.disarm(block, 1)
+    schedules.forward_step(1)
+    kept = schedules.forward_step is theirs
+    schedules.forward_step = own
+
+    assert kept
+    assert (steps, block.passed) == ([1], 0)
 
 
 def test_positional_arguments_are_refused_in_a_block():

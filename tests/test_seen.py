@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextvars
-import ctypes
 import functools
 import itertools
 import os
 import queue
 import random
 import threading
-import weakref
 from array import array
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,7 +22,6 @@ import torch
 import wrapt
 from torch.nn import Linear
 
-from pp_free_warmup import _state_walk
 from pp_free_warmup._trace import changes, observed
 
 
@@ -264,15 +260,24 @@ SEEN: dict[str, tuple[Callable[[], Case], str]] = {
     "method": (lambda: Case(Calling().count), "forward_step_func self.steps: 0 -> 1"),
     "slot": (lambda: Case(Slotted().count), "forward_step_func self._Slotted__steps: 0 -> 1"),
     "method of a partial": (lambda: Case(functools.partial(Calling().count, 1)), "function self.steps: 0 -> 1"),
-    "partial argument": (lambda: Case(functools.partial(_append_to, [])), "forward_step_func argument 0[0]: absent -> 1"),
+    "partial argument": (
+        lambda: Case(functools.partial(_append_to, [])),
+        "forward_step_func argument 0[0]: absent -> 1",
+    ),
     "object in a partial": (
         lambda: Case(functools.partial(_in_field_of, meter=Calling())),
         "forward_step_func argument meter.steps: 0 -> 1",
     ),
-    "closure behind functools.wraps": (lambda: Case(_wrapped(_into(Calling()))), "wrapped closure holder.steps: 0 -> 1"),
+    "closure behind functools.wraps": (
+        lambda: Case(_wrapped(_into(Calling()))),
+        "wrapped closure holder.steps: 0 -> 1",
+    ),
     "method behind functools.wraps": (lambda: Case(_wrapped(Calling().count)), "wrapped self.steps: 0 -> 1"),
     "method behind wrapt": (lambda: Case(_proxy(Calling().count)), "wrapped self.steps: 0 -> 1"),
-    "behind a cache": (lambda: Case(_passing_on(functools.lru_cache(_into(Calling())))), "closure holder.steps: 0 -> 1"),
+    "behind a cache": (
+        lambda: Case(_passing_on(functools.lru_cache(_into(Calling())))),
+        "closure holder.steps: 0 -> 1",
+    ),
     "class attribute of a local class": (_local_class, "<locals>.Local.steps: 0 -> 1"),
     "method from another file": (lambda: Case(Derived().step), "another_file:SEEN["),
     "function from another file": (lambda: Case(another_file.count_here), "another_file:SEEN["),
@@ -286,7 +291,10 @@ SEEN: dict[str, tuple[Callable[[], Case], str]] = {
     "list": (lambda: _adding([], lambda each: each.append(1)), "container[0]: absent -> 1"),
     "deque": (lambda: _adding(deque(), lambda each: each.append(1)), "container[0]: absent -> 1"),
     "set": (lambda: _adding(set(), lambda each: each.add(1)), "of ['1']"),
-    "ordered dict": (lambda: _adding(OrderedDict(a=1, b=2), lambda each: each.popitem()), "container['b']: 2 -> absent"),
+    "ordered dict": (
+        lambda: _adding(OrderedDict(a=1, b=2), lambda each: each.popitem()),
+        "container['b']: 2 -> absent",
+    ),
     "defaultdict": (lambda: _adding(defaultdict(list), lambda each: each["new"].append(1)), "container['new'][0]"),
     "counter": (lambda: _adding(Counter(), lambda each: each.update("a")), "container['a']: absent -> 1"),
     "user dict": (lambda: _adding(UserDict(), lambda each: each.update(a=1)), "container.data['a']: absent -> 1"),
@@ -295,7 +303,7 @@ SEEN: dict[str, tuple[Callable[[], Case], str]] = {
     "bytearray": (lambda: _adding(bytearray(1), lambda each: each.append(1)), "closure container"),
     "numpy array": (lambda: _adding(np.zeros(1), lambda each: each.fill(1)), "closure container"),
     "numpy generator": (lambda: _adding(np.random.default_rng(1), lambda each: each.random()), "closure container"),
-    "numpy's old generator": (lambda: _adding(np.random.RandomState(1), lambda each: each.rand()), "closure container"),  # noqa: NPY002
+    "numpy's old generator": (lambda: _adding(np.random.RandomState(1), lambda each: each.rand()), "closure container"),
     "python generator": (lambda: _adding(random.Random(1), lambda each: each.random()), "closure container"),
     "torch generator": (
         lambda: _adding(torch.Generator(), lambda each: torch.rand(1, generator=each)),

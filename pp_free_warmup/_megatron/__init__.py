@@ -24,12 +24,14 @@ from pp_free_warmup._megatron.groups import (
     Groups,
     generation_of,
     groups_of,
+    has_stages,
     inner_group,
     is_initialized,
     pipeline_group_of,
     store_of_world,
 )
 from pp_free_warmup._megatron.origin import foreign_code, untested_release
+from pp_free_warmup._megatron.placement import out_of_place
 from pp_free_warmup._megatron.random import TrackerContents, read_tracker, set_tracker
 from pp_free_warmup._megatron.schedule import (
     INTERLEAVED,
@@ -101,6 +103,7 @@ __all__ = [
     "generation_of",
     "graph_slots",
     "groups_of",
+    "has_stages",
     "hidden_states_in",
     "inner_group",
     "is_combined",
@@ -114,6 +117,7 @@ __all__ = [
     "loss_trackers",
     "nvtx_ranges",
     "offload_plan",
+    "out_of_place",
     "over_budget_flags",
     "owner_of_input",
     "pipeline_group_of",

@@ -125,7 +125,7 @@ def place(trial: Trial, training: Any, placed: ExitStack) -> tuple[bool, list[An
     if trial.fault == "off":
         return False, []
     if trial.fault == "warm":
-        ledger.write((training.chunks[0],), TRAINING, Page(warm=True, generation=None))
+        ledger.write((training.chunks[0],), TRAINING, Page(warm=True))
     if trial.fault == "exhaust":
         training.iterators[:] = [None if one is None else iter(()) for one in training.iterators]
     if trial.fault == "refuse":
