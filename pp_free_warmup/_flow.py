@@ -2,13 +2,15 @@
 
     save -> vote -> local pass -> put back -> vote -> channels -> vote -> report
 
-No step knows another; this module knows them all.
+Where lengths vary, the stages tell one another after the pass what they sent, and vote on whether
+those that had guessed wrong run it once more. No step knows another; this module knows them all.
 """
 
 from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +21,17 @@ from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
 from pp_free_warmup._batches import Batches
 from pp_free_warmup._call import ScheduleCall, refuse_mismatch
 from pp_free_warmup._channels import ChannelReport, prime
+from pp_free_warmup._failures import WENT_ON_COLD, describe, failure, let_go, reasons_of, word_of
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._local_pass import run_local_pass
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
 from pp_free_warmup._verify import verified
-from pp_free_warmup.errors import RankSilent, RestoreFailed, TraceFound, WarmupError, WarmupFailed
+from pp_free_warmup.errors import RankSilent, WarmupError
 from pp_free_warmup.guards import guarded
 
+STRICT = "strict"
+PASS, CHANNELS = "finish its local pass", "open its channels"
 DRAWN_IN_ANOTHER_ORDER = (
     "pp_free_warmup: rank %d has %d data iterators that drew random numbers for their first batches; if they draw "
     "for every batch, a run without the warmup draws in another order, and its batches differ from this run's"
@@ -40,6 +45,9 @@ class Flow:
         call: The call.
         options: What the user chose.
         optimizer: Looked at where ``verify`` asks for it, never stepped.
+
+    Attributes:
+        decision: What the vote before the pass decided.
     """
 
     def __init__(self, call: ScheduleCall, options: Options, optimizer: Any = None) -> None:
@@ -62,10 +70,11 @@ class Flow:
         """Go through the steps.
 
         Returns:
-            What was done; ``outcome`` is ``"skipped"`` where some rank could or would not.
+            What was done; ``outcome`` is ``"skipped"`` where some rank could or would not, and
+            ``"failed"`` where one failed, all are as before, and the call can go on without a warmup.
 
         Raises:
-            WarmupFailed: A rank failed; this rank's state was put back.
+            WarmupFailed: A rank failed, and the call must not go on; this rank's state was put back.
             RestoreFailed: This rank's state could not be put back.
         """
         with self._ballot.watching(logger.warning):
@@ -75,15 +84,13 @@ class Flow:
         trouble = self._save_and_pass()
         decision = self.decision
         if decision is None:  # the guards could not save: say so where the others wait for the first vote
-            decision = self._ballot.vote(Word.FAILED, describe(trouble))
-            self._raise(trouble, decision)
-        if decision.word is Word.FAILED:
-            self._raise(trouble, decision)
+            decision = self.decision = self._say(trouble)
+        if decision.word in (Word.FAILED, Word.STOP):
+            self._raise(trouble, decision, PASS)
         if not decision.is_off_everywhere:  # some rank has saved, and has put back by now, or could not
-            word = Word.GO if trouble is None else Word.FAILED
-            ended = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
-            if trouble is not None or ended.word is Word.FAILED:
-                self._raise(trouble, ended)
+            ended = self._say(trouble)
+            if ended.word is not Word.GO:
+                return self._ended_badly(trouble, ended)
         if decision.word not in (Word.GO, Word.WARM):
             return WarmupReport("skipped", self._kind, reason=reasons_of(decision))
         return self._open_channels(decision)
@@ -91,6 +98,17 @@ class Flow:
     def data_iterator(self) -> Any:
         """Return what the real schedule reads from: the caller's iterators, fetched batches first."""
         return self._batches.for_schedule()
+
+    def _say(self, trouble: BaseException | None) -> Decision:
+        """Vote on what became of this rank: fine, failed and as before, or failed and not."""
+        word = word_of(trouble)
+        if word is Word.COLD and self._options.on_failure == "raise":
+            word = Word.FAILED
+        return self._ballot.vote(word, describe(trouble), {**self._stopwatch.seconds, **self._strictness()})
+
+    def _strictness(self) -> dict[str, float]:
+        """Return what tells the others that this rank wants a failure raised: one is enough for all."""
+        return {STRICT: 1.0} if self._options.on_failure == "raise" else {}
 
     def _own_word(self) -> tuple[Word, str]:
         if not self._options.is_on():
@@ -105,28 +123,35 @@ class Flow:
     def _save_and_pass(self) -> BaseException | None:
         """Save, take the first vote, run the pass if all go, put back; return what went wrong."""
         measure = self._stopwatch.measure
+        trouble: Exception | None = None
         try:
             word, reason = self._own_word()
             with ExitStack() as kept:
                 if word in (Word.GO, Word.WARM):
-                    if self._options.is_verified():
-                        kept.enter_context(verified(self._call, self._optimizer, self._stopwatch))
-                    with measure("save"):
-                        kept.enter_context(guarded(self._call, self._options.extra_guards))
-                        kept.enter_context(self._batches.rewound())
+                    self._save(kept)
                 with measure("agree"):
-                    self.decision = self._ballot.vote(word, reason)
+                    self.decision = self._ballot.vote(word, reason, self._strictness())
                 if self.decision.word is Word.GO:
-                    self._pass()
+                    trouble = self._pass()
                 with measure("restore"):
                     kept.close()
         except RankSilent:
             raise
         except BaseException as error:  # noqa: BLE001 - told to the other ranks, then raised by run()
+            error.__context__ = error.__context__ or trouble
             return error
-        return None
+        return trouble
 
-    def _pass(self) -> None:
+    def _save(self, kept: ExitStack) -> None:
+        """Enter everything that puts back, or nothing: what raises here has undone what was entered before it."""
+        if self._options.is_verified():
+            kept.enter_context(verified(self._call, self._optimizer, self._stopwatch))
+        with self._stopwatch.measure("save"):
+            kept.enter_context(guarded(self._call, self._options.extra_guards))
+            kept.enter_context(self._batches.rewound())
+
+    def _pass(self) -> Exception | None:
+        """Run the pass; return its error, for only what is raised while putting back leaves the state unknown."""
         if self.speaks:
             stages = self._call.groups.pipeline.size()
             logger.warning(
@@ -134,10 +159,14 @@ class Flow:
                 stages,
                 self._kind,
             )
-        with self._stopwatch.measure("pass"), ledger.passing(), megatron.transfers_counted() as self._transfers:
-            run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
+        try:
+            with self._stopwatch.measure("pass"), ledger.passing(), megatron.transfers_counted() as self._transfers:
+                run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised or reported
+            return error
         if self._batches.drawing > 1:
             logger.warning(DRAWN_IN_ANOTHER_ORDER, torch.distributed.get_rank(), self._batches.drawing)
+        return None
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
         opened, trouble = ChannelReport(), None
@@ -148,10 +177,9 @@ class Flow:
                     opened = prime(self._call, everything=self._options.channels == "all")
         except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised on all of them
             trouble = error
-        word = Word.GO if trouble is None else Word.FAILED
-        stages = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
-        if stages.word is Word.FAILED:
-            raise self._failure(stages, "open its channels") from trouble
+        stages = self._say(trouble)
+        if stages.word is not Word.GO:
+            return self._ended_badly(trouble, stages, CHANNELS)
         self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(self._call.keywords))))
         report = WarmupReport(
             outcome="warmed" if decision.word is Word.GO else "primed",
@@ -172,32 +200,33 @@ class Flow:
         first = self._call.chunks[0]
         ledger.write((first, megatron.unwrapped(first)), self._kind, page)
 
-    def _raise(self, trouble: BaseException | None, decision: Decision) -> None:
+    def _ended_badly(self, trouble: BaseException | None, ended: Decision, step: str = PASS) -> WarmupReport:
+        """Go on without a warmup if every rank can and none objects, else raise on all of them.
+
+        A channel that one rank opened and another did not may hold a probe, which the real step would
+        take for an activation: channels must have failed on all ranks.
+        """
+        halfway = step is CHANNELS and any(set(stage.words) != {Word.COLD} for stage in ended.stages)
+        strict = any(STRICT in stage.detail for stage in ended.stages)
+        if ended.word is Word.COLD and (halfway or strict):
+            self._ballot.linger()
+            ended = replace(ended, word=Word.STOP if halfway else Word.FAILED)
+        if ended.word is not Word.COLD:
+            self._raise(trouble, ended, step)
+        if trouble is not None:
+            logger.info("pp_free_warmup: what failed in the warmup on this rank:", exc_info=trouble)
+            let_go(trouble)
+        if self.speaks:
+            logger.warning(WENT_ON_COLD, self._kind, reasons_of(ended))
+        return WarmupReport("failed", self._kind, reason=reasons_of(ended), total_s=self._stopwatch.total)
+
+    def _raise(self, trouble: BaseException | None, decision: Decision, step: str) -> None:
         if isinstance(trouble, WarmupError) or (trouble is not None and not isinstance(trouble, Exception)):
             raise trouble
-        raise self._failure(decision) from trouble
-
-    def _failure(self, decision: Decision, step: str = "finish its local pass") -> WarmupFailed:
-        found = f"{reasons_of(decision)}; expected every rank to {step}."
-        not_undone = (RestoreFailed.__name__, TraceFound.__name__)
-        if any(reason.startswith(not_undone) for _, _, reason in decision.reasons):
-            return WarmupFailed(
-                "The warmup of the pipeline failed, and not every rank could undo it.",
-                found=found,
-                matters="The state of the ranks named is unknown; training from here could silently differ.",
-                do="Stop this run. Start it again with PP_FREE_WARMUP=0 and report the error named above.",
-            )
         fetched = self._batches.fetched
-        if self._batches.exhausted:
-            data = " A data iterator had no batch for it."
-        else:
-            data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
-        return WarmupFailed(
-            "The warmup of the pipeline failed and was undone.",
-            found=found,
-            matters=f"This call's real step was not run, and this rank's state was put back.{data}",
-            do="Mend the error named above; to run without the warmup, set PP_FREE_WARMUP=0.",
-        )
+        data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
+        data = " A data iterator had no batch for it." if self._batches.exhausted else data
+        raise failure(decision, data, step) from trouble
 
 
 def speaks_for(call: ScheduleCall) -> bool:
@@ -205,23 +234,11 @@ def speaks_for(call: ScheduleCall) -> bool:
     return bool(call.groups.pipeline.rank() == 0 and all(group.rank() == 0 for group in call.groups.stage))
 
 
-def describe(error: BaseException | None) -> str:
-    """Return type and text of an error, never its traceback: nothing may keep the model alive."""
-    if error is None:
-        return ""
-    text = f"{error.wrong} {error.found}".rstrip(".") if isinstance(error, WarmupError) else error
-    return f"{type(error).__name__}: {text}"
-
-
 def _stage_report(stage: int, said: Tally) -> StageReport:
+    phases = {phase: spread for phase, spread in said.detail.items() if phase != STRICT}
     return StageReport(
         stage=stage,
         ranks=said.ranks,
-        least={phase: spread.least for phase, spread in said.detail.items()},
-        most={phase: spread.most for phase, spread in said.detail.items()},
+        least={phase: spread.least for phase, spread in phases.items()},
+        most={phase: spread.most for phase, spread in phases.items()},
     )
-
-
-def reasons_of(decision: Decision) -> str:
-    """Name every rank that did not simply go, with what it said."""
-    return "; ".join(f"rank {rank}: {reason}" for rank, _, reason in decision.reasons if reason)

@@ -23,6 +23,7 @@ class Options:
     extra_guards: Iterable[Any] = ()
     timeout: float | None = None
     on_unsupported: str = "skip"
+    on_failure: str = "continue"
     verify: bool = False
     shapes: Iterable[Any] = ()
     single_flight: Any = None
@@ -39,6 +40,8 @@ class Options:
         self._expect("channels", self.channels, self.channels in ("pipeline", "all", None), '"pipeline", "all" or None')
         known = self.on_unsupported in ("skip", "raise")
         self._expect("on_unsupported", self.on_unsupported, known, '"skip" or "raise"')
+        known = self.on_failure in ("continue", "raise")
+        self._expect("on_failure", self.on_failure, known, '"continue" or "raise"')
         given: Any = self.timeout
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         positive = given is None or (number and given > 0)

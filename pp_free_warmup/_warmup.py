@@ -15,7 +15,8 @@ from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
 from pp_free_warmup._agreement import Word
 from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
-from pp_free_warmup._flow import Flow, describe, speaks_for
+from pp_free_warmup._failures import describe
+from pp_free_warmup._flow import Flow, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import WarmupReport, logger
@@ -39,6 +40,7 @@ def pipeline_warmup(
     extra_guards: Iterable[Guard] = (),
     timeout: float | None = None,
     on_unsupported: str = "skip",
+    on_failure: str = "continue",
     verify: bool = False,
     shapes: Iterable[Any] = (),
     single_flight: Any = None,
@@ -56,6 +58,8 @@ def pipeline_warmup(
         extra_guards: Guards for state of your own; see `pp_free_warmup.guards`.
         timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
         on_unsupported: ``"skip"`` runs without a warmup and says why, ``"raise"`` raises on all ranks.
+        on_failure: ``"continue"`` runs without a warmup when the pass fails and every rank has put its state
+            back, ``"raise"`` raises `WarmupFailed` then; one rank that asks for it decides for all.
         verify: Compare all reachable state before and after, and raise `TraceFound` naming what differs.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
@@ -67,7 +71,18 @@ def pipeline_warmup(
     Raises:
         UnsupportedSetup: An argument is not of the kind described.
     """
-    given = Options(enabled, channels, extra_guards, timeout, on_unsupported, verify, shapes, single_flight, report_to)
+    given = Options(
+        enabled=enabled,
+        channels=channels,
+        extra_guards=extra_guards,
+        timeout=timeout,
+        on_unsupported=on_unsupported,
+        on_failure=on_failure,
+        verify=verify,
+        shapes=shapes,
+        single_flight=single_flight,
+        report_to=report_to,
+    )
     return PipelineWarmup(model, given, optimizer)
 
 
@@ -177,6 +192,8 @@ class PipelineWarmup:
                 self._close(call, kind, report.reason)
             self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
             return dict(call.keywords)
+        if report.outcome == "failed":
+            self._close(call, kind, report.reason)
         self._note(report, speaks=speaks_for(call))
         return {**call.keywords, "data_iterator": flow.data_iterator()}
 

@@ -18,7 +18,7 @@ from pp_free_warmup._agreement.meeting import Meeting
 from pp_free_warmup._agreement.pace import Pace
 from pp_free_warmup._agreement.signs import Heart, gone
 from pp_free_warmup._agreement.watcher import Watcher, logger
-from pp_free_warmup._agreement.words import Decision, Tally, Word
+from pp_free_warmup._agreement.words import FAILURES, Decision, Tally, Word
 from pp_free_warmup.errors import RankSilent, WarmupError
 
 PROGRESS_SECONDS = 30.0
@@ -81,7 +81,7 @@ class Ballot:
             detail: Numbers to carry along, such as phase seconds; summed up per stage.
 
         Returns:
-            The same decision on every rank. `Word.FAILED` is returned, not raised.
+            The same decision on every rank. A failure is returned, not raised.
 
         Raises:
             RankSilent: A rank gave no sign of life for longer than the timeout, or the store is gone.
@@ -93,7 +93,7 @@ class Ballot:
             if heard is None:
                 raise _store_lost(lost) from lost
             decision = heard
-        self._failed = decision.word is Word.FAILED
+        self._failed = decision.word in (Word.FAILED, Word.STOP)
         if self._failed:
             self.linger()
         if decision.silent:
@@ -107,8 +107,9 @@ class Ballot:
         return ended if ended is not None and ended.word is Word.FAILED else None
 
     def _held(self, word: Word, reason: str, detail: Mapping[str, float] | None) -> Decision:
-        if word is Word.FAILED and BROKEN_OFF.search(reason):
-            reason += self._gone()
+        if word in FAILURES and BROKEN_OFF.search(reason):
+            gone = self._gone()
+            word, reason = (Word.FAILED if gone else word), reason + gone
         decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail))
         if self._watcher is None:
             self._take_sign_away()

@@ -16,19 +16,26 @@ REASON_LENGTH = 1000
 class Word(str, Enum):
     """What a rank can say about a call, and what all its ranks then do.
 
-    As a decision: ``GO`` runs the local pass everywhere, ``WARM`` opens the channels only, ``OFF``,
-    ``SKIP`` and ``REFUSE`` run the real schedule at once, ``FAILED`` ends in an error on every rank.
+    As a decision: ``GO`` runs the local pass everywhere, ``WARM`` opens the channels only, ``AGAIN``
+    runs the pass once more, ``OFF``, ``SKIP`` and ``REFUSE`` run the real schedule at once. After a
+    failure, ``COLD`` says that its rank has put its state back: the real schedule can run. ``STOP``
+    says that it has, but cannot go on; it ends in an error on every rank, once all have spoken.
+    ``FAILED`` does so at once.
     """
 
     GO = "go"
     WARM = "warm"
+    AGAIN = "again"
+    COLD = "cold"
+    STOP = "stop"
     OFF = "off"
     SKIP = "skip"
     REFUSE = "refuse"
     FAILED = "failed"
 
 
-GRAVEST_FIRST = (Word.FAILED, Word.REFUSE, Word.SKIP, Word.OFF, Word.GO, Word.WARM)
+FAILURES = (Word.FAILED, Word.STOP, Word.COLD)
+GRAVEST_FIRST = (*FAILURES, Word.REFUSE, Word.SKIP, Word.OFF, Word.AGAIN, Word.GO, Word.WARM)
 
 
 class Reason(NamedTuple):
@@ -153,7 +160,8 @@ class Decision:
 def decide(stages: Sequence[Tally]) -> Decision:
     """Decide for all ranks from what the stages say.
 
-    One failure fails the call on all ranks, one refusal refuses it, one skip skips it. Where some
+    One failure fails the call on all ranks (the gravest of `FAILURES` says how), one refusal refuses
+    it, one skip skips it. Where some
     ranks have the warmup switched off and others not, nobody warms up, and the reasons name those
     that have it off. Where all are warm, only the channels are opened; where some are, all run the pass.
 
@@ -175,12 +183,12 @@ def decide(stages: Sequence[Tally]) -> Decision:
 
 
 def _word(words: Mapping[Word, int]) -> Word:
-    for grave in (Word.FAILED, Word.REFUSE, Word.SKIP):
+    for grave in (*FAILURES, Word.REFUSE, Word.SKIP):
         if words.get(grave):
             return grave
     if words.get(Word.OFF):
         return Word.OFF if set(words) == {Word.OFF} else Word.SKIP
-    return Word.GO if words.get(Word.GO) else Word.WARM
+    return next((word for word in (Word.AGAIN, Word.GO) if words.get(word)), Word.WARM)
 
 
 def gravest(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
