@@ -25,13 +25,24 @@ class Recorder:
         self._iterator = iterator
         self._random = random
         self.fetched: deque[Any] = deque()
+        self._served = 0
         self.exhausted = False
         self.draws = False
 
     def __iter__(self) -> Recorder:
         return self
 
+    def again(self) -> None:
+        """Begin with the first batch again, for another pass."""
+        self._served = 0
+
     def __next__(self) -> Any:
+        if self._served == len(self.fetched):
+            self._fetch()
+        self._served += 1
+        return copy_of_batch(self.fetched[self._served - 1])
+
+    def _fetch(self) -> None:
         before = self._random.draws
         with self._random.as_caller():
             try:
@@ -41,7 +52,6 @@ class Recorder:
                 raise
         self.draws |= self._random.draws > before
         self.fetched.append(item)
-        return copy_of_batch(item)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
@@ -94,6 +104,11 @@ class Batches:
         """Return what the pass of this chunk reads from."""
         original = self._originals[chunk]
         return self._recorders.get(id(original), original)
+
+    def again(self) -> None:
+        """Serve the next pass what the last one was served."""
+        for recorder in self._recorders.values():
+            recorder.again()
 
     @property
     def exhausted(self) -> bool:

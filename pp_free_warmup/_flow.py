@@ -3,39 +3,29 @@
     save -> vote -> local pass -> put back -> vote -> channels -> vote -> report
 
 Where lengths vary, the stages tell one another after the pass what they sent, and vote on whether
-those that had guessed wrong run it once more. No step knows another; this module knows them all.
+all run it once more, because some had guessed wrong what they receive. No step knows another; this
+module knows them all.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup import _preflight
-from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
-from pp_free_warmup._batches import Batches
-from pp_free_warmup._call import ScheduleCall, refuse_mismatch
+from pp_free_warmup._agreement import FAILURES, Ballot, Decision, Tally, Word
+from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._channels import ChannelReport, prime
 from pp_free_warmup._failures import WENT_ON_COLD, describe, failure, let_go, reasons_of, word_of
 from pp_free_warmup._ledger import Page, kind_of, ledger
-from pp_free_warmup._local_pass import run_local_pass
-from pp_free_warmup._options import Options
+from pp_free_warmup._options import STRICT, Options
+from pp_free_warmup._rehearsal import Rehearsal
 from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
-from pp_free_warmup._verify import verified
-from pp_free_warmup.errors import RankSilent, WarmupError
-from pp_free_warmup.guards import guarded
+from pp_free_warmup._wire import is_wrong, read, text_of, told
+from pp_free_warmup.errors import WarmupError
 
-STRICT = "strict"
 PASS, CHANNELS = "finish its local pass", "open its channels"
-DRAWN_IN_ANOTHER_ORDER = (
-    "pp_free_warmup: rank %d has %d data iterators that drew random numbers for their first batches; if they draw "
-    "for every batch, a run without the warmup draws in another order, and its batches differ from this run's"
-)
 
 
 class Flow:
@@ -47,18 +37,16 @@ class Flow:
         optimizer: Looked at where ``verify`` asks for it, never stepped.
 
     Attributes:
-        decision: What the vote before the pass decided.
+        decision: What the vote before the pass decided; None where it did not come to one.
     """
 
     def __init__(self, call: ScheduleCall, options: Options, optimizer: Any = None) -> None:
         self._call = call
-        self._optimizer = optimizer
         self._options = options
         self._kind = kind_of(call.forward_only)
         self._stopwatch = Stopwatch()
-        self._batches = Batches(call)
         self._ballot = Ballot(call.groups.pipeline, call.groups.stage, options.timeout)
-        self._transfers: list[None] = []
+        self._rehearsal = Rehearsal(call, options, optimizer, self._ballot, self._stopwatch, talks=self.speaks)
         self.decision: Decision | None = None
 
     @property
@@ -80,93 +68,68 @@ class Flow:
         with self._ballot.watching(logger.warning):
             return self._steps()
 
-    def _steps(self) -> WarmupReport:
-        trouble = self._save_and_pass()
-        decision = self.decision
-        if decision is None:  # the guards could not save: say so where the others wait for the first vote
-            decision = self.decision = self._say(trouble)
-        if decision.word in (Word.FAILED, Word.STOP):
-            self._raise(trouble, decision, PASS)
-        if not decision.is_off_everywhere:  # some rank has saved, and has put back by now, or could not
-            ended = self._say(trouble)
-            if ended.word is not Word.GO:
-                return self._ended_badly(trouble, ended)
-        if decision.word not in (Word.GO, Word.WARM):
-            return WarmupReport("skipped", self._kind, reason=reasons_of(decision))
-        return self._open_channels(decision)
-
     def data_iterator(self) -> Any:
         """Return what the real schedule reads from: the caller's iterators, fetched batches first."""
-        return self._batches.for_schedule()
+        return self._rehearsal.batches.for_schedule()
 
-    def _say(self, trouble: BaseException | None) -> Decision:
+    def _steps(self) -> WarmupReport:
+        trouble, began, ended = self._attempt()
+        if ended.word is Word.AGAIN:
+            trouble, began, ended = self._attempt()
+        self.decision = began
+        if ended.word in FAILURES:
+            return self._ended_badly(trouble, ended)
+        if began.word not in (Word.GO, Word.WARM):
+            return WarmupReport("skipped", self._kind, reason=reasons_of(began))
+        return self._open_channels(began)
+
+    def _attempt(self) -> tuple[BaseException | None, Decision, Decision]:
+        """Rehearse once; return what went wrong here, and what was decided before the pass and after it."""
+        trouble = self._rehearsal.run()
+        began = self._rehearsal.decision
+        if began is None:  # the guards could not save: say so where the others wait for the first vote
+            began = self._say(trouble)
+        if began.word in (Word.FAILED, Word.STOP) or began.is_off_everywhere:
+            return trouble, began, began
+        return trouble, began, self._put_back(trouble, began)  # some rank has saved, and has put back, or could not
+
+    def _say(self, trouble: BaseException | None, *, strictly: bool = True) -> Decision:
         """Vote on what became of this rank: fine, failed and as before, or failed and not."""
         word = word_of(trouble)
-        if word is Word.COLD and self._options.on_failure == "raise":
+        if word is Word.COLD and strictly and self._options.strictness:
             word = Word.FAILED
-        return self._ballot.vote(word, describe(trouble), {**self._stopwatch.seconds, **self._strictness()})
+        return self._ballot.vote(word, describe(trouble), {**self._stopwatch.seconds, **self._options.strictness})
 
-    def _strictness(self) -> dict[str, float]:
-        """Return what tells the others that this rank wants a failure raised: one is enough for all."""
-        return {STRICT: 1.0} if self._options.on_failure == "raise" else {}
+    def _put_back(self, trouble: BaseException | None, decision: Decision) -> Decision:
+        """Wait until every rank has put its state back; find out whether to run the pass once more.
 
-    def _own_word(self) -> tuple[Word, str]:
-        if not self._options.is_on():
-            return Word.OFF, "switched off"
-        refuse_mismatch(self._call)
-        refused = _preflight.refusal(self._call)
-        if refused is not None:
-            return Word.REFUSE, refused.told
-        page = ledger.page(self._call.chunks[0], self._kind)
-        return (Word.WARM if page is not None and page.warm else Word.GO), ""
+        A second pass is not judged by its shapes: where it ran, whatever it compiled for a wrong one
+        is lost time and nothing else.
+        """
+        guessed = self._call.config.variable_seq_lengths and decision.word is Word.GO and self._rehearsal.passes == 1
+        if not guessed:
+            return self._say(trouble)
+        self._ballot.leave(text_of(self._rehearsal.neighbours.passages))
+        ended = self._say(trouble, strictly=False)
+        if ended.word not in (Word.GO, Word.COLD):
+            return ended
+        return self._compare(trouble)
 
-    def _save_and_pass(self) -> BaseException | None:
-        """Save, take the first vote, run the pass if all go, put back; return what went wrong."""
-        measure = self._stopwatch.measure
-        trouble: Exception | None = None
-        try:
-            word, reason = self._own_word()
-            with ExitStack() as kept:
-                if word in (Word.GO, Word.WARM):
-                    self._save(kept)
-                with measure("agree"):
-                    self.decision = self._ballot.vote(word, reason, self._strictness())
-                if self.decision.word is Word.GO:
-                    trouble = self._pass()
-                with measure("restore"):
-                    kept.close()
-        except RankSilent:
-            raise
-        except BaseException as error:  # noqa: BLE001 - told to the other ranks, then raised by run()
-            error.__context__ = error.__context__ or trouble
-            return error
-        return trouble
-
-    def _save(self, kept: ExitStack) -> None:
-        """Enter everything that puts back, or nothing: what raises here has undone what was entered before it."""
-        if self._options.is_verified():
-            kept.enter_context(verified(self._call, self._optimizer, self._stopwatch))
-        with self._stopwatch.measure("save"):
-            kept.enter_context(guarded(self._call, self._options.extra_guards))
-            kept.enter_context(self._batches.rewound())
-
-    def _pass(self) -> Exception | None:
-        """Run the pass; return its error, for only what is raised while putting back leaves the state unknown."""
-        if self.speaks:
-            stages = self._call.groups.pipeline.size()
-            logger.warning(
-                "pp_free_warmup: %d stages compile for their first %s call at the same time: compiling, not hung",
-                stages,
-                self._kind,
-            )
-        try:
-            with self._stopwatch.measure("pass"), ledger.passing(), megatron.transfers_counted() as self._transfers:
-                run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised or reported
-            return error
-        if self._batches.drawing > 1:
-            logger.warning(DRAWN_IN_ANOTHER_ORDER, torch.distributed.get_rank(), self._batches.drawing)
-        return None
+    def _compare(self, trouble: BaseException | None) -> Decision:
+        """Compare what each chunk took with what it is sent; agree on another pass where that may help."""
+        notes = [read(note) for note in self._ballot.left_by_pipeline()]
+        rank = self._call.groups.pipeline.rank()
+        sent = told(notes)[rank]
+        if any(map(is_wrong, notes[rank], sent)):
+            reason = f"took {notes[rank]}, is sent {sent}: {describe(trouble)}"
+            decision = self._ballot.vote(Word.AGAIN, reason, self._options.strictness)
+        else:
+            decision = self._say(trouble)
+        if decision.word is Word.AGAIN:
+            self._rehearsal.prepare_another(sent)
+            if trouble is not None:
+                let_go(trouble)
+        return decision
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
         opened, trouble = ChannelReport(), None
@@ -175,7 +138,7 @@ class Flow:
                 self._ballot.tell("opening channels")
                 with self._stopwatch.measure("channels"):
                     opened = prime(self._call, everything=self._options.channels == "all")
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised on all of them
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised or reported
             trouble = error
         stages = self._say(trouble)
         if stages.word is not Word.GO:
@@ -188,7 +151,8 @@ class Flow:
             total_s=self._stopwatch.total,
             channels=dict(opened.seconds),
             opened=opened.opened,
-            transfers_in_pass=len(self._transfers),
+            transfers_in_pass=len(self._rehearsal.transfers),
+            passes=self._rehearsal.passes,
             stages=tuple(map(_stage_report, range(len(stages.stages)), stages.stages)),
         )
         if self.speaks:
@@ -218,14 +182,16 @@ class Flow:
             let_go(trouble)
         if self.speaks:
             logger.warning(WENT_ON_COLD, self._kind, reasons_of(ended))
-        return WarmupReport("failed", self._kind, reason=reasons_of(ended), total_s=self._stopwatch.total)
+        passes, seconds = self._rehearsal.passes, dict(self._stopwatch.seconds)
+        reason, total = reasons_of(ended), self._stopwatch.total
+        return WarmupReport("failed", self._kind, reason=reason, seconds=seconds, total_s=total, passes=passes)
 
     def _raise(self, trouble: BaseException | None, decision: Decision, step: str) -> None:
         if isinstance(trouble, WarmupError) or (trouble is not None and not isinstance(trouble, Exception)):
             raise trouble
-        fetched = self._batches.fetched
+        fetched, exhausted = self._rehearsal.batches.fetched, self._rehearsal.batches.exhausted
         data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
-        data = " A data iterator had no batch for it." if self._batches.exhausted else data
+        data = " A data iterator had no batch for it." if exhausted else data
         raise failure(decision, data, step) from trouble
 
 

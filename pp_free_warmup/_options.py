@@ -11,6 +11,7 @@ from pp_free_warmup.errors import UnsupportedSetup
 
 ENVIRONMENT_SWITCH = "PP_FREE_WARMUP"
 VERIFY_SWITCH = "PP_FREE_WARMUP_VERIFY"
+STRICT = "strict"
 NOT_YET: dict[str, Any] = {"shapes": (), "single_flight": None}
 
 
@@ -24,6 +25,7 @@ class Options:
     timeout: float | None = None
     on_unsupported: str = "skip"
     on_failure: str = "continue"
+    activations: Callable[[Any, int], Any] | None = None
     verify: bool = False
     shapes: Iterable[Any] = ()
     single_flight: Any = None
@@ -46,6 +48,8 @@ class Options:
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         positive = given is None or (number and given > 0)
         self._expect("timeout", given, positive, "seconds above 0, or None for the pipeline group's own")
+        made = self.activations is None or callable(self.activations)
+        self._expect("activations", self.activations, made, "a callable, or None")
         self._expect("verify", self.verify, isinstance(self.verify, bool), "a bool")
         self._expect("report_to", self.report_to, _is_path(self.report_to), "a path, or None to write no file")
         for name in ("extra_guards", "shapes"):
@@ -66,6 +70,11 @@ class Options:
                 matters="A choice that is silently ignored would look as if it had worked.",
                 do=f"Pass a value that {name} takes, or leave it out.",
             )
+
+    @property
+    def strictness(self) -> dict[str, float]:
+        """What tells the other ranks, with a vote, that this one wants a failure raised: one is enough for all."""
+        return {STRICT: 1.0} if self.on_failure == "raise" else {}
 
     @property
     def is_off_for_good(self) -> bool:

@@ -23,6 +23,7 @@ from pp_free_warmup._report import WarmupReport, logger
 from pp_free_warmup.errors import UnsupportedMegatron, UnsupportedSetup
 
 DEFAULT_PATIENCE_S = 1800.0
+Activations = torch.Tensor | list[torch.Tensor] | None
 NOT_CALLED = (
     "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
     "A schedule function fetched before the block is not reached: wrap that function itself, "
@@ -41,6 +42,7 @@ def pipeline_warmup(
     timeout: float | None = None,
     on_unsupported: str = "skip",
     on_failure: str = "continue",
+    activations: Callable[[ScheduleCall, int], Activations] | None = None,
     verify: bool = False,
     shapes: Iterable[Any] = (),
     single_flight: Any = None,
@@ -60,6 +62,8 @@ def pipeline_warmup(
         on_unsupported: ``"skip"`` runs without a warmup and says why, ``"raise"`` raises on all ranks.
         on_failure: ``"continue"`` runs without a warmup when the pass fails and every rank has put its state
             back, ``"raise"`` raises `WarmupFailed` then; one rank that asks for it decides for all.
+        activations: Makes what arrives at a chunk from the stage before, where no random numbers can stand for
+            it: called with the call and the chunk's index, returns a tensor, a list of them, or None.
         verify: Compare all reachable state before and after, and raise `TraceFound` naming what differs.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
@@ -78,6 +82,7 @@ def pipeline_warmup(
         timeout=timeout,
         on_unsupported=on_unsupported,
         on_failure=on_failure,
+        activations=activations,
         verify=verify,
         shapes=shapes,
         single_flight=single_flight,

@@ -71,6 +71,8 @@ class Ballot:
         self._watcher: Watcher | None = None
         self._heard: Decision | None = None
         self._failed = False
+        self._rank, self._pipeline = rank, Hall(groups[-1], self._mailbox, rank)
+        self._note = False
 
     def vote(self, word: Word, reason: str = "", detail: Mapping[str, float] | None = None) -> Decision:
         """Say a word and return what all ranks of the call do.
@@ -123,6 +125,20 @@ class Ballot:
             progress: Any number that changes as the phase gets on.
         """
         self._heart.tell(phase, progress)
+
+    def leave(self, note: str) -> None:
+        """Leave a note for the ranks of this one's pipeline, who read it after the coming vote.
+
+        The next one overwrites it, so there has to be another vote between reading and that; the last
+        one is taken away at the end of `watching`.
+        """
+        self._mailbox.write(self._pipeline.note_of(self._rank), note)
+        self._note = True
+
+    def left_by_pipeline(self) -> list[str]:
+        """Return the notes of this rank's pipeline, in its order; every rank of it must have left one."""
+        notes = [self._mailbox.peek(self._pipeline.note_of(rank)) for rank in self._pipeline.ranks]
+        return [note for note in notes if note is not None]
 
     def linger(self) -> None:
         """Wait until every rank that lives has seen the decision, before this one raises and may exit.
@@ -185,6 +201,9 @@ class Ballot:
     def _take_sign_away(self) -> None:
         try:
             self._heart.stop()
+            if self._note:
+                self._note = False
+                self._mailbox.forget([self._pipeline.note_of(self._rank)])
         except StoreLost as lost:  # whatever ends the block has more to say than this
             logger.warning("pp_free_warmup: the store of the process groups is lost: %s", lost)
 
