@@ -154,8 +154,9 @@ def as_received(values: torch.Tensor) -> torch.Tensor:
 
 
 def load_of(tensors: Iterable[Any]) -> Load:
-    """Describe the tensors among *tensors*."""
-    return tuple(Parcel.of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+    """Describe the tensors among *tensors*, those in lists included."""
+    flat = [one for each in tensors for one in (each if isinstance(each, (list, tuple)) else [each])]
+    return tuple(Parcel.of(tensor) for tensor in flat if isinstance(tensor, torch.Tensor))
 
 
 def received(given: Any, expected: Load | None, chunk: int, device: torch.device) -> list[torch.Tensor]:

@@ -64,7 +64,7 @@ SHAPES = {
 @pytest.mark.parametrize("interleaved", [False, True], ids=["1F1B", "interleaved"])
 @pytest.mark.parametrize("case", SHAPES)
 def test_the_shape_is_the_schedules(case, interleaved):
-    """Context and sequence parallelism cut the sequence; where lengths vary the call's own stands in for the batch's."""
+    """Context and sequence parallelism cut the sequence; where lengths vary the call's is a first guess."""
     fields, groups, expected = SHAPES[case]
     found = megatron.receive_shapes(KEYWORDS, _config(**fields), groups, interleaved)
     assert [tuple(shape) for shape in found] == [expected]

@@ -62,13 +62,14 @@ def receive_shapes(keywords: Mapping[str, Any], config: Any, groups: Groups, int
 
 
 def probe_shape(config: Any, groups: Groups) -> Shape:
-    """Return a shape of one element with as many dimensions as an activation of this pipeline.
+    """Return a shape of one element that both ends of a channel can exchange.
 
-    Both ends of an exchange of shapes (``variable_seq_lengths``, ``mtp_standalone``) count on that number.
+    Where they tell each other shapes first, they count on as many numbers as an activation has dimensions.
     """
-    least = groups.context.size() * groups.tensor.size()
-    sizes = {"seq_length": least, "micro_batch_size": 1}
-    return (1,) * len(_shapes({**_offered(sizes, config, groups), "is_recv": groups.pipeline.rank() > 0})[0])
+    if not (config.variable_seq_lengths or getattr(config, "mtp_standalone", False)):
+        return (1,)
+    least = {"seq_length": groups.context.size() * groups.tensor.size(), "micro_batch_size": 1}
+    return (1,) * len(_shapes({**_offered(least, config, groups), "is_recv": groups.pipeline.rank() > 0})[0])
 
 
 def _offered(keywords: Mapping[str, Any], config: Any, groups: Groups) -> dict[str, Any]:
