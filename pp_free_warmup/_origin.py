@@ -9,7 +9,7 @@ from typing import Any
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch
 from pp_free_warmup._options import UNTESTED_SWITCH
-from pp_free_warmup._report import logger
+from pp_free_warmup._report import say
 
 UNTESTED = (
     "pp_free_warmup: megatron-core {version} is not a tested release; its functions fit: warmed at your own risk; "
@@ -27,7 +27,7 @@ def say_once(schedule: Callable[..., Any] | None) -> None:
     for line in _lines(schedule):
         if line not in _said:
             _said.add(line)
-            logger.warning("%s", line)
+            say(line)
 
 
 def _lines(schedule: Callable[..., Any] | None) -> Iterator[str]:

@@ -100,6 +100,8 @@ class WarmupReport:
         opened: Those of them that this library had not opened before.
         transfers_in_pass: How often this rank sent to or received from a neighbouring stage during its local
             pass: never, so no stage waited there for another.
+        passes: How many local passes ran: two where a stage had guessed the shape of its activation wrong.
+        memory: Bytes that the warmup itself held during a pass on this rank, by what for; given back since.
     """
 
     outcome: str
@@ -111,6 +113,8 @@ class WarmupReport:
     channels: dict[str, float] = field(default_factory=dict)
     opened: tuple[str, ...] = ()
     transfers_in_pass: int = 0
+    passes: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and floats.
@@ -141,8 +145,9 @@ class WarmupReport:
             return f"pp_free_warmup: {self.outcome}{': ' if self.reason else ''}{self.reason}"
         spread = [stage.most.get("pass", 0.0) for stage in self.stages]
         stages = f"; slowest stage {max(spread):.1f} s, quickest {min(spread):.1f} s" if spread else ""
-        channels = self.seconds.get("channels", 0.0)
-        return f"pp_free_warmup: {self.kind} {self.outcome} in {self.total_s:.1f} s{stages}; channels {channels:.2f} s"
+        passes = "; 2 passes, the first with a wrong guess of what arrives" if self.passes > 1 else ""
+        channels = f"; channels {self.seconds.get('channels', 0.0):.2f} s"
+        return f"pp_free_warmup: {self.kind} {self.outcome} in {self.total_s:.1f} s{stages}{passes}{channels}"
 
     def _table(self) -> Table:
         phases = _in_order(self.stages)

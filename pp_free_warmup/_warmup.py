@@ -15,7 +15,8 @@ from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
 from pp_free_warmup._agreement import Decision, Word
 from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
-from pp_free_warmup._flow import Flow, describe, speaks_for
+from pp_free_warmup._failures import describe
+from pp_free_warmup._flow import Flow, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._options import Options
 from pp_free_warmup._report import WarmupReport, say
@@ -27,6 +28,7 @@ WAY_IN = (
     "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched."
 )
 PASSED_BY = f"pp_free_warmup: a pipeline step runs past an open pipeline_warmup block, without a warmup. {WAY_IN}"
+Activations = torch.Tensor | list[torch.Tensor] | None
 NOT_CALLED = (
     "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
     f"{WAY_IN} A block with model= takes that model's calls only."
@@ -42,6 +44,8 @@ def pipeline_warmup(
     extra_guards: Iterable[Guard] = (),
     timeout: float | None = None,
     on_unsupported: str = "skip",
+    on_failure: str = "continue",
+    activations: Callable[[ScheduleCall, int], Activations] | None = None,
     verify: bool = False,
     shapes: Iterable[Any] = (),
     single_flight: Any = None,
@@ -59,6 +63,10 @@ def pipeline_warmup(
         extra_guards: Guards for state of your own; see `pp_free_warmup.guards`.
         timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
         on_unsupported: ``"skip"`` runs without a warmup and says why, ``"raise"`` raises on all ranks.
+        on_failure: ``"continue"`` runs without a warmup when the pass fails and every rank has put its state
+            back, ``"raise"`` raises `WarmupFailed` then; one rank that asks for it decides for all.
+        activations: Makes what arrives at a chunk from the stage before, where no random numbers can stand for
+            it: called with the call and the chunk's index, returns a tensor, a list of them, or None.
         verify: Compare all reachable state before and after, and raise `TraceFound` naming what differs.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
@@ -70,7 +78,19 @@ def pipeline_warmup(
     Raises:
         UnsupportedSetup: An argument is not of the kind described.
     """
-    given = Options(enabled, channels, extra_guards, timeout, on_unsupported, verify, shapes, single_flight, report_to)
+    given = Options(
+        enabled=enabled,
+        channels=channels,
+        extra_guards=extra_guards,
+        timeout=timeout,
+        on_unsupported=on_unsupported,
+        on_failure=on_failure,
+        activations=activations,
+        verify=verify,
+        shapes=shapes,
+        single_flight=single_flight,
+        report_to=report_to,
+    )
     return PipelineWarmup(model, given, optimizer)
 
 
@@ -198,6 +218,8 @@ class PipelineWarmup:
             if flow.decision.word is Word.IDLE:
                 self._skips.add(Word.IDLE)  # the ranks named may be others each time; told once all the same
             return dict(call.keywords)
+        if report.outcome == "failed":
+            self._close(call, kind, report.reason)
         self._note(report, speaks=speaks_for(call))
         return {**call.keywords, "data_iterator": flow.data_iterator()}
 

@@ -62,6 +62,12 @@ def grid(stages: int) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]
         ([IDLE, WARM], IDLE),
         ([IDLE, OFF], SKIP),
         ([IDLE, REFUSE], REFUSE),
+        ([GO, Word.COLD], Word.COLD),
+        ([Word.COLD, REFUSE], Word.COLD),
+        ([Word.COLD, Word.STOP], Word.STOP),
+        ([Word.STOP, FAILED], FAILED),
+        ([GO, Word.AGAIN], Word.AGAIN),
+        ([Word.AGAIN, Word.COLD], Word.COLD),
     ],
 )
 def test_the_gravest_word_decides(said, word):

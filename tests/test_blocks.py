@@ -558,7 +558,10 @@ def test_a_guard_that_cannot_save_on_one_rank():
 
     training = pipeline()
     with assert_leaves_no_trace(training.chunks, training.optimizer):
-        with pytest.raises(WarmupFailed, match="rank 1: OSError: disk full"), pipeline_warmup(extra_guards=[mine]):
+        with (
+            pytest.raises(WarmupFailed, match="rank 1: OSError: disk full"),
+            pipeline_warmup(extra_guards=[mine], on_failure="raise"),
+        ):
             call(training)
 
     assert training.forward_step.counts == (0, 0)

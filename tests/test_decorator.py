@@ -854,7 +854,7 @@ def test_an_error_in_the_pass_closes_the_kind():
             raise ValueError("no such kernel")
 
     training = pipeline(also=fail)
-    step = warm_first_call(call)
+    step = warm_first_call(call, on_failure="raise")
     with pytest.raises(WarmupFailed, match="rank 1: ValueError: no such kernel") as raised:
         step(training)
     step(training)
@@ -887,7 +887,7 @@ def test_an_error_keeps_no_model_alive():
         raise ValueError("no such kernel")
 
     training = pipeline(also=fail)
-    step = warm_first_call(call)
+    step = warm_first_call(call, on_failure="raise")
     with pytest.raises(WarmupFailed):
         step(training)
     gone = weakref.ref(training.chunks[0])
@@ -909,7 +909,7 @@ def test_another_kind_stays_open_after_an_error():
 
     forward_only = False
     training = pipeline(also=fail)
-    step = warm_first_call(call)
+    step = warm_first_call(call, on_failure="raise")
     with pytest.raises(WarmupFailed):
         step(training)
     forward_only = True

@@ -19,7 +19,7 @@ from pp_free_warmup._agreement.meeting import Meeting
 from pp_free_warmup._agreement.pace import Pace
 from pp_free_warmup._agreement.signs import STUCK_TIMEOUTS, Heart, gone
 from pp_free_warmup._agreement.watcher import Watcher
-from pp_free_warmup._agreement.words import Decision, Tally, Word
+from pp_free_warmup._agreement.words import FAILURES, Decision, Tally, Word
 from pp_free_warmup._report import say
 from pp_free_warmup.errors import RankSilent, WarmupError
 
@@ -77,6 +77,8 @@ class Ballot:
         self._watcher: Watcher | None = None
         self._heard: Decision | None = None
         self._failed = False
+        self._rank, self._pipeline = rank, Hall(groups[-1], self._mailbox, rank)
+        self._note = False
 
     def vote(self, word: Word, reason: str = "", detail: Mapping[str, float] | None = None) -> Decision:
         """Say a word and return what all ranks of the call do.
@@ -87,7 +89,7 @@ class Ballot:
             detail: Numbers to carry along, such as phase seconds; summed up per stage.
 
         Returns:
-            The same decision on every rank. `Word.FAILED` is returned, not raised.
+            The same decision on every rank. A failure is returned, not raised.
 
         Raises:
             RankSilent: A rank gave no sign of life for longer than the timeout, or the store is gone.
@@ -99,7 +101,7 @@ class Ballot:
             if heard is None:
                 raise _store_lost(lost) from lost
             decision = heard
-        self._failed = decision.word is Word.FAILED
+        self._failed = decision.word in (Word.FAILED, Word.STOP)
         if self._failed:
             self.linger()
         if decision.silent:
@@ -113,8 +115,9 @@ class Ballot:
         return ended if ended is not None and ended.word is Word.FAILED else None
 
     def _held(self, word: Word, reason: str, detail: Mapping[str, float] | None) -> Decision:
-        if word is Word.FAILED and BROKEN_OFF.search(reason):
-            reason += self._gone()
+        if word in FAILURES and BROKEN_OFF.search(reason):
+            gone = self._gone()
+            word, reason = (Word.FAILED if gone else word), reason + gone
         decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail, self._call))
         if self._watcher is None:
             self._take_sign_away()
@@ -132,6 +135,20 @@ class Ballot:
             return
         with suppress(StoreLost):  # the next vote says so
             self._heart.beat(self._pace.news)
+
+    def leave(self, note: str) -> None:
+        """Leave a note for the ranks of this one's pipeline, who read it after the coming vote.
+
+        The next one overwrites it, so there has to be another vote between reading and that; the last
+        one is taken away at the end of `watching`.
+        """
+        self._mailbox.write(self._pipeline.note_of(self._rank), note)
+        self._note = True
+
+    def left_by_pipeline(self) -> list[str]:
+        """Return the notes of this rank's pipeline, in its order; every rank of it must have left one."""
+        notes = [self._mailbox.peek(self._pipeline.note_of(rank)) for rank in self._pipeline.ranks]
+        return [note for note in notes if note is not None]
 
     def linger(self) -> None:
         """Wait until every rank that lives has seen the decision, before this one raises and may exit.
@@ -192,6 +209,9 @@ class Ballot:
     def _take_sign_away(self) -> None:
         try:
             self._heart.stop()
+            if self._note:
+                self._note = False
+                self._mailbox.forget([self._pipeline.note_of(self._rank)])
         except StoreLost as lost:  # whatever ends the block has more to say than this
             say(f"pp_free_warmup: the store of the process groups is lost: {lost}")
 

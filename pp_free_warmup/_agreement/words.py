@@ -19,15 +19,20 @@ REASON_LENGTH = 1000
 class Word(str, Enum):
     """What a rank can say about a call, and what all its ranks then do.
 
-    As a decision: ``GO`` runs the local pass everywhere, ``WARM`` opens the channels only, ``IDLE``
-    (some rank has no microbatches), ``OFF``, ``SKIP``, ``REFUSE`` and ``APART`` (the ranks are in
-    different calls; no rank says that of itself) run the real schedule at once, ``FAILED`` ends in an
-    error on every rank.
+    As a decision: ``GO`` runs the local pass everywhere, ``WARM`` opens the channels only, ``AGAIN``
+    runs the pass once more; ``IDLE`` (some rank has no microbatches), ``OFF``, ``SKIP``, ``REFUSE`` and
+    ``APART`` (the ranks are in different calls; no rank says that of itself) run the real schedule at
+    once. After a failure, ``COLD`` says that its rank has put its state back: the real schedule can run.
+    ``STOP`` says that it has, but cannot go on; it ends in an error on every rank, once all have spoken.
+    ``FAILED`` does so at once.
     """
 
     GO = "go"
     WARM = "warm"
     IDLE = "idle"
+    AGAIN = "again"
+    COLD = "cold"
+    STOP = "stop"
     OFF = "off"
     SKIP = "skip"
     REFUSE = "refuse"
@@ -35,7 +40,11 @@ class Word(str, Enum):
     FAILED = "failed"
 
 
-GRAVEST_FIRST = (Word.FAILED, Word.APART, Word.REFUSE, Word.SKIP, Word.OFF, Word.IDLE, Word.GO, Word.WARM)
+FAILURES = (Word.FAILED, Word.STOP, Word.COLD)
+GRAVEST_FIRST = (
+    *(*FAILURES, Word.APART, Word.REFUSE, Word.SKIP, Word.OFF),
+    *(Word.IDLE, Word.AGAIN, Word.GO, Word.WARM),
+)
 
 
 class Reason(NamedTuple):
@@ -181,12 +190,12 @@ class Decision:
 def decide(stages: Sequence[Tally]) -> Decision:
     """Decide for all ranks from what the stages say.
 
-    One failure fails the call on all ranks, one refusal refuses it, one skip skips it. Where the ranks
-    are in different calls (a replica evaluates while another trains), nobody warms up, unless all are
-    warm: channels are the same for every call. Where some ranks have the warmup switched off and
-    others not, nobody warms up, and the reasons name those that have it off; where some have no
-    microbatches, nobody warms up this time. Where all are warm, only the channels are opened; where
-    some are, all run the pass.
+    One failure fails the call on all ranks (the gravest of `FAILURES` says how), one refusal refuses
+    it, one skip skips it. Where the ranks are in different calls (a replica evaluates while another
+    trains), nobody warms up, unless all are warm: channels are the same for every call. Where some
+    ranks have the warmup switched off and others not, nobody warms up, and the reasons name those that
+    have it off; where some have no microbatches, nobody warms up this time. Where all are warm, only
+    the channels are opened; where some are, all run the pass.
 
     Args:
         stages: What each stage says, in pipeline order.
