@@ -114,7 +114,7 @@ def test_a_right_guess_takes_one_pass():
         assert "passes" not in report.headline()
 
 
-# --- wires that the release's own function for shapes describes --------------------------------------------------------
+# --- wires that the release's own function for shapes describes ------------------------------------------------------
 
 
 class _Wider:
@@ -135,7 +135,7 @@ class _Wider:
         communicator = p2p_communication.P2PCommunicator
         source = textwrap.dedent(inspect.getsource(communicator._communicate_shapes))
         made: dict[str, Any] = {}
-        exec(source.replace("(3,)", f"({self._dimensions},)"), vars(p2p_communication), made)  # noqa: S102
+        exec(source.replace("(3,)", f"({self._dimensions},)"), vars(p2p_communication), made)
         assert source.count("(3,)") == 2
         self._patch.setattr(schedules, "get_tensor_shapes", get_tensor_shapes)
         self._patch.setattr(communicator, "_communicate_shapes", made["_communicate_shapes"])
@@ -243,10 +243,14 @@ def test_activations_are_asked_for_per_chunk_that_receives():
         return torch.ones(8, 1, 16) if chunk else None
 
     layout = replace(SMALL, vp=2, layers=4)
+
+    def look(module: Any, _given: Any) -> None:
+        if in_warmup():
+            arrived.append(module.input_tensor)
+
     training = pipeline(layout)
     for chunk in training.chunks:
-        decoder = megatron.unwrapped(chunk).decoder
-        decoder.register_forward_pre_hook(lambda module, *_: in_warmup() and arrived.append(module.input_tensor))
+        megatron.unwrapped(chunk).decoder.register_forward_pre_hook(look)
     with pipeline_warmup(activations=mine) as warmup:
         call(training)
 
@@ -256,7 +260,7 @@ def test_activations_are_asked_for_per_chunk_that_receives():
     assert bool((arrived[-1] == 1).all())
 
 
-# --- what follows from what was seen, without ranks ---------------------------------------------------------------------
+# --- what follows from what was seen, without ranks -------------------------------------------------------------------
 
 
 def _load(*sizes: tuple[int, ...], dtype: str = "torch.float32") -> Any:
