@@ -167,10 +167,13 @@ class PipelineWarmup:
         self.called = True
         _patch.reached()
         kind = kind_of(bool(keywords.get("forward_only", False)))
-        if ledger.running_here or (_is_settled(keywords, kind) and not ledger.taken):
+        if ledger.running_here:
             return schedule(**keywords)
-        _preflight.refuse_incomplete(keywords)
-        _preflight.refuse_uninitialized(keywords)
+        if ledger.page(first_chunk(keywords), kind) is None:
+            _preflight.refuse_incomplete(keywords)
+            _preflight.refuse_uninitialized(keywords)
+        if _is_settled(keywords, kind) and not ledger.taken:
+            return schedule(**keywords)
         with ledger.turn(self._options.timeout or DEFAULT_PATIENCE_S):
             if not _is_settled(keywords, kind):
                 known = len(self.reports)

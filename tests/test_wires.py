@@ -243,10 +243,14 @@ def test_activations_are_asked_for_per_chunk_that_receives():
         return torch.ones(8, 1, 16) if chunk else None
 
     layout = replace(SMALL, vp=2, layers=4)
+
+    def look(module: Any, _given: Any) -> None:
+        if in_warmup():
+            arrived.append(module.input_tensor)
+
     training = pipeline(layout)
     for chunk in training.chunks:
-        decoder = megatron.unwrapped(chunk).decoder
-        decoder.register_forward_pre_hook(lambda module, *_: in_warmup() and arrived.append(module.input_tensor))
+        megatron.unwrapped(chunk).decoder.register_forward_pre_hook(look)
     with pipeline_warmup(activations=mine) as warmup:
         call(training)
 
