@@ -56,19 +56,19 @@ class Progress:
 
     def __init__(self, iterator: Any) -> None:
         self._owner = iterator
-        self._fields = _fields(iterator)
+        self._fields = fields_of(iterator)
         found = _containers([iterator, *self._fields.values()])
         self._contents = {id(container): (container, _contents(container)) for container in found}
         self._states = {id(value): (value, read(value), write) for value, read, write in _stateful(iterator)}
 
     def put_back(self) -> None:
         """Make the iterator again what it was: the same objects, with the same contents."""
-        for name, value in _fields(self._owner).items():
+        for name, value in fields_of(self._owner).items():
             if name not in self._fields:
                 _set(self._owner, name, ABSENT)
             elif self._fields[name] is not value:
                 _set(self._owner, name, self._fields[name])
-        for name in self._fields.keys() - _fields(self._owner).keys():
+        for name in self._fields.keys() - fields_of(self._owner).keys():
             _set(self._owner, name, self._fields[name])
         for container, contents in self._contents.values():
             if not _alike(_contents(container), contents):
@@ -96,7 +96,8 @@ class Progress:
                 write(value, state)
 
 
-def _fields(owner: Any) -> dict[str, Any]:
+def fields_of(owner: Any) -> dict[str, Any]:
+    """Return what an object keeps in its ``__dict__`` and in its slots, by name."""
     try:
         found = dict(vars(owner))
     except TypeError:
@@ -195,7 +196,7 @@ def _parts(value: Any) -> list[Any]:
     held = list(value.values()) if isinstance(value, dict) else []
     if isinstance(value, (list, tuple, set, deque)):
         held = list(value)
-    return held + list(_fields(value).values())
+    return held + list(fields_of(value).values())
 
 
 Read = Callable[[Any], Any]
@@ -206,7 +207,7 @@ def _stateful(iterator: Any) -> Iterator[tuple[Any, Read, Write]]:
     """Find the private generators below the iterator, and the small tensors in its fields."""
     for value in _below(iterator):
         yield from _as_generator(value)
-    for value in _fields(iterator).values():
+    for value in fields_of(iterator).values():
         if type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= SMALL:
             yield value, lambda tensor: tensor.detach().clone(), lambda tensor, kept: tensor.data.copy_(kept)
 
