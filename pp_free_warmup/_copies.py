@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pp_free_warmup._progress import fields_of
+from pp_free_warmup._progress import fields_of, is_of_others
 from pp_free_warmup.errors import UnsupportedSetup
 
 OBJECTS = 10_000  # what leads to more objects is no batch
@@ -173,7 +173,7 @@ def _shell(item: Any) -> Any:
 
 def _is_record(item: Any) -> bool:
     """Tell whether this is a dataclass or a plain object: fields, and nothing that the process has only once."""
-    if isinstance(item, type) or not fields_of(item):
+    if isinstance(item, (type, int, float, str, bytes, torch.Tensor, type(None))) or not fields_of(item):
         return False
     if hasattr(type(item), "__dataclass_fields__"):
         return True
@@ -182,11 +182,13 @@ def _is_record(item: Any) -> bool:
 
 def _is_plain_object(item: Any) -> bool:
     once = ("__call__", "__next__", "__enter__", "clone", "fileno")  # functions, iterators, locks, streams, files
-    if isinstance(item, (types.ModuleType, torch.Tensor, torch.nn.Module, torch.distributed.ProcessGroup)):
-        return False
-    if isinstance(item, (dict, UserDict, list, tuple, set, deque)) or any(hasattr(type(item), name) for name in once):
+    if isinstance(item, (types.ModuleType, torch.nn.Module, torch.distributed.ProcessGroup)) or is_of_others(item):
         return False
     kind = type(item)
+    if isinstance(item, (dict, UserDict, list, tuple, set, deque)):
+        return False
+    if any(name in vars(base) for base in kind.__mro__ for name in once):  # not hasattr: every class can be called
+        return False
     default = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
     return default or hasattr(kind, "__copy__") or isinstance(item, types.SimpleNamespace) or _has_tensors(item)
 

@@ -42,9 +42,12 @@ def is_written_by_others(iterator: Any) -> bool:
 
     A prefetcher's buffer that is put back would lose what its thread has filled in since.
     """
-    return any(
-        base.__module__.split(".")[0] in OTHERS for value in _below(iterator) for base in type(value).__mro__[:-1]
-    )
+    return any(map(is_of_others, _below(iterator)))
+
+
+def is_of_others(value: Any) -> bool:
+    """Tell whether this is a thread, a process, or what they talk through."""
+    return any(base.__module__.split(".")[0] in OTHERS for base in type(value).__mro__[:-1])
 
 
 class Progress:
