@@ -14,6 +14,8 @@ import torch
 from pp_free_warmup._progress import fields_of, is_of_others
 from pp_free_warmup.errors import UnsupportedSetup
 
+MUTABLE = (dict, UserDict, list, deque)
+LEAVES = (int, float, str, bytes, torch.Tensor, types.ModuleType, type(None))
 OBJECTS = 10_000  # what leads to more objects is no batch
 
 
@@ -59,7 +61,7 @@ class _Copier:
         known = self._memo.get(id(item))
         if known is not None:
             return known[1]
-        mutable = isinstance(item, (dict, UserDict, list, deque)) or _is_object_array(item) or _is_record(item)
+        mutable = isinstance(item, MUTABLE) or _is_object_array(item) or _is_record(item)
         if mutable and (made := _shell(item)) is not item:
             self._memo[id(item)] = (item, made)  # before its parts: one of them may lead back to it
             self._fill(made, item)
@@ -69,17 +71,8 @@ class _Copier:
         return made
 
     def _fill(self, made: Any, item: Any) -> None:
-        if isinstance(item, (dict, UserDict)):
-            for key, value in item.items():
-                made[key] = self.copy(value)
-        elif isinstance(item, list):
-            made[:] = [self.copy(value) for value in item]
-        elif isinstance(item, deque):
-            for place, value in enumerate(item):
-                made[place] = self.copy(value)
-        elif _is_array(item):
-            for place, value in enumerate(item.flat):
-                made.flat[place] = self.copy(value)
+        for key, value in _items(item):
+            made[key] = self.copy(value)
         if getattr(item, "__dict__", None) is item:  # attributes and keys are one
             made.__dict__ = made
             return
@@ -125,14 +118,19 @@ def _tensors(item: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _parts(item: Any) -> list[Any]:
-    parts = list(_fields(item).values()) if _is_record(item) or isinstance(item, (dict, UserDict, list, deque)) else []
+    if isinstance(item, tuple):
+        return list(item)
+    has_fields = isinstance(item, MUTABLE) or _is_record(item)
+    return [value for _, value in _items(item)] + (list(_fields(item).values()) if has_fields else [])
+
+
+def _items(item: Any) -> list[tuple[Any, Any]]:
+    """Return what ``item[key]`` leads to, by key."""
     if isinstance(item, (dict, UserDict)):
-        parts += item.values()
-    elif isinstance(item, (list, tuple, deque)):
-        parts += item
-    elif _is_object_array(item):
-        parts += item.flat
-    return parts
+        return list(item.items())
+    if isinstance(item, (list, deque)):
+        return list(enumerate(item))
+    return list(sys.modules["numpy"].ndenumerate(item)) if _is_object_array(item) else []
 
 
 def _fields(item: Any) -> dict[str, Any]:
@@ -173,7 +171,7 @@ def _shell(item: Any) -> Any:
 
 def _is_record(item: Any) -> bool:
     """Tell whether this is a dataclass or a plain object: fields, and nothing that the process has only once."""
-    if isinstance(item, (type, int, float, str, bytes, torch.Tensor, type(None))) or not fields_of(item):
+    if isinstance(item, (type, *LEAVES)) or not fields_of(item):
         return False
     if hasattr(type(item), "__dataclass_fields__"):
         return True
@@ -189,8 +187,8 @@ def _is_plain_object(item: Any) -> bool:
         return False
     if any(name in vars(base) for base in kind.__mro__ for name in once):  # not hasattr: every class can be called
         return False
-    default = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    return default or hasattr(kind, "__copy__") or isinstance(item, types.SimpleNamespace) or _has_tensors(item)
+    own = any(name in vars(base) for base in kind.__mro__[:-1] for name in ("__reduce__", "__reduce_ex__"))
+    return not own or hasattr(kind, "__copy__") or isinstance(item, types.SimpleNamespace) or _has_tensors(item)
 
 
 def _has_tensors(item: Any) -> bool:
@@ -205,14 +203,9 @@ def _leads_to_a_module(item: Any) -> bool:
         value = waiting.pop()
         if isinstance(value, (torch.nn.Module, torch.nn.Parameter)) or len(seen) > OBJECTS:
             return True
-        if isinstance(value, (int, float, str, bytes, torch.Tensor, type(None))) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple, deque)):
-            waiting += value
-        elif not callable(value) and not isinstance(value, types.ModuleType):
+        if not isinstance(value, LEAVES) and not callable(value) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value if isinstance(value, tuple) else [part for _, part in _items(value)]
             waiting += fields_of(value).values()
     return False
 

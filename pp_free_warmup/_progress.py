@@ -66,13 +66,10 @@ class Progress:
 
     def put_back(self) -> None:
         """Make the iterator again what it was: the same objects, with the same contents."""
-        for name, value in fields_of(self._owner).items():
-            if name not in self._fields:
-                _set(self._owner, name, ABSENT)
-            elif self._fields[name] is not value:
-                _set(self._owner, name, self._fields[name])
-        for name in self._fields.keys() - fields_of(self._owner).keys():
-            _set(self._owner, name, self._fields[name])
+        now = fields_of(self._owner)
+        for name in {**self._fields, **now}:
+            if self._fields.get(name, ABSENT) is not now.get(name, ABSENT):
+                _set(self._owner, name, self._fields.get(name, ABSENT))
         for container, contents in self._contents.values():
             if not _alike(_contents(container), contents):
                 _refill(container, contents)
@@ -85,18 +82,27 @@ class Progress:
         What differs from here by now was changed by somebody else, who knows better.
         """
         now = Progress(self._owner)
-        for name in {**self._fields, **after._fields}:
-            here, there = self._fields.get(name, ABSENT), after._fields.get(name, ABSENT)
-            if here is not there and _same(now._fields.get(name, ABSENT), here):
-                _set(self._owner, name, there)
+        self._move_fields(now, after)
         for key, (container, contents) in after._contents.items():
-            here = self._contents.get(key, (None, None))[1]
-            if here is None or (not _alike(here, contents) and _alike(_contents(container), here)):
+            if key not in self._contents or _must_follow(container, self._contents[key][1], contents):
                 _refill(container, contents)
         for key, (value, state, write) in after._states.items():
-            here = self._states.get(key, (None, ABSENT))[1]
-            if here is ABSENT or _equal(now._states.get(key, (None, ABSENT))[1], here):
+            if key not in self._states or _equal(now._state(key), self._state(key)):
                 write(value, state)
+
+    def _move_fields(self, now: Progress, after: Progress) -> None:
+        for name, there in {**dict.fromkeys(self._fields, ABSENT), **after._fields}.items():
+            here = self._fields.get(name, ABSENT)
+            if here is not there and _same(now._fields.get(name, ABSENT), here):
+                _set(self._owner, name, there)
+
+    def _state(self, key: int) -> Any:
+        return self._states.get(key, (None, ABSENT))[1]
+
+
+def _must_follow(container: Any, here: Any, there: Any) -> bool:
+    """Tell whether contents changed, and are now what they changed from: no other is touched, it may be iterated."""
+    return not _alike(here, there) and _alike(_contents(container), here)
 
 
 def fields_of(owner: Any) -> dict[str, Any]:

@@ -501,8 +501,12 @@ def _uses(told: list[Any]) -> Any:
 def _own(loader: Any) -> dict[str, Any]:
     own = {name: value for name, value in vars(loader).items() if name not in ("items", "drawn", "augment", "ahead")}
     generators = loader.drawn.random(), float(loader.augment["numpy"].random())
-    return own | {"position": loader.position, "torch": torch.rand(2, generator=loader.augment["torch"]).tolist(),
-                  "ticks": int(loader.ticks), "generators": generators}
+    return own | {
+        "position": loader.position,
+        "torch": torch.rand(2, generator=loader.augment["torch"]).tolist(),
+        "ticks": int(loader.ticks),
+        "generators": generators,
+    }
 
 
 @ranks(2)

@@ -200,9 +200,16 @@ class Child(Sample):
 
 @pytest.mark.parametrize(
     "make",
-    [Sample, Slots, _tagging, Child]
-    + [lambda tokens: Attributes(tokens=tokens), lambda tokens: types.SimpleNamespace(tokens=tokens)]
-    + [Frozen, lambda tokens: Sample(tokens, inner=[Sample(tokens)], hook=len)],
+    [
+        Sample,
+        Slots,
+        _tagging,
+        Child,
+        lambda tokens: Attributes(tokens=tokens),
+        lambda tokens: types.SimpleNamespace(tokens=tokens),
+        Frozen,
+        lambda tokens: Sample(tokens, inner=[Sample(tokens)], hook=len),
+    ],
 )
 @pytest.mark.parametrize("tokens", [torch.zeros(2), np.zeros(2)], ids=["torch", "numpy"])
 def test_fields_of_any_object_are_copied(make, tokens):

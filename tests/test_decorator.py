@@ -103,9 +103,7 @@ class Shipped(Actor):
     def counts(self, training): return training.forward_step.counts
 
 sys.stdout.buffer.write(cloudpickle.dumps(Shipped))
-""".replace(
-    "class Actor:", "class Plain:\n    def __call__(self, training): return call(training)\n\nclass Actor:"
-)
+""".replace("class Actor:", "class Plain:\n    def __call__(self, training): return call(training)\n\nclass Actor:")
 
 
 def _shipped() -> bytes:
