@@ -43,9 +43,12 @@ def is_written_by_others(iterator: Any) -> bool:
 
     A prefetcher's buffer that is put back would lose what its thread has filled in since.
     """
-    return any(
-        base.__module__.split(".")[0] in OTHERS for value in _below(iterator) for base in type(value).__mro__[:-1]
-    )
+    return any(map(is_of_others, _below(iterator)))
+
+
+def is_of_others(value: Any) -> bool:
+    """Tell whether this is a thread, a process, or what they talk through."""
+    return any(base.__module__.split(".")[0] in OTHERS for base in type(value).__mro__[:-1])
 
 
 class Progress:
@@ -57,20 +60,17 @@ class Progress:
 
     def __init__(self, iterator: Any) -> None:
         self._owner = iterator
-        self._fields = _fields(iterator)
+        self._fields = fields_of(iterator)
         found = _containers([iterator, *self._fields.values()])
         self._contents = {id(container): (container, _contents(container)) for container in found}
         self._states = {id(value): (value, read(value), write) for value, read, write in _stateful(iterator)}
 
     def put_back(self) -> None:
         """Make the iterator again what it was: the same objects, with the same contents."""
-        for name, value in _fields(self._owner).items():
-            if name not in self._fields:
-                _set(self._owner, name, ABSENT)
-            elif self._fields[name] is not value:
-                _set(self._owner, name, self._fields[name])
-        for name in self._fields.keys() - _fields(self._owner).keys():
-            _set(self._owner, name, self._fields[name])
+        now = fields_of(self._owner)
+        for name in {**self._fields, **now}:
+            if self._fields.get(name, ABSENT) is not now.get(name, ABSENT):
+                _set(self._owner, name, self._fields.get(name, ABSENT))
         for container, contents in self._contents.values():
             if not _alike(_contents(container), contents):
                 _refill(container, contents)
@@ -83,21 +83,31 @@ class Progress:
         What differs from here by now was changed by somebody else, who knows better.
         """
         now = Progress(self._owner)
-        for name in {**self._fields, **after._fields}:
-            here, there = self._fields.get(name, ABSENT), after._fields.get(name, ABSENT)
-            if here is not there and _same(now._fields.get(name, ABSENT), here):
-                _set(self._owner, name, there)
+        self._move_fields(now, after)
         for key, (container, contents) in after._contents.items():
-            here = self._contents.get(key, (None, None))[1]
-            if here is None or (not _alike(here, contents) and _alike(_contents(container), here)):
+            if key not in self._contents or _must_follow(container, self._contents[key][1], contents):
                 _refill(container, contents)
         for key, (value, state, write) in after._states.items():
-            here = self._states.get(key, (None, ABSENT))[1]
-            if here is ABSENT or _equal(now._states.get(key, (None, ABSENT))[1], here):
+            if key not in self._states or _equal(now._state(key), self._state(key)):
                 write(value, state)
 
+    def _move_fields(self, now: Progress, after: Progress) -> None:
+        for name, there in {**dict.fromkeys(self._fields, ABSENT), **after._fields}.items():
+            here = self._fields.get(name, ABSENT)
+            if here is not there and _same(now._fields.get(name, ABSENT), here):
+                _set(self._owner, name, there)
 
-def _fields(owner: Any) -> dict[str, Any]:
+    def _state(self, key: int) -> Any:
+        return self._states.get(key, (None, ABSENT))[1]
+
+
+def _must_follow(container: Any, here: Any, there: Any) -> bool:
+    """Tell whether contents changed, and are now what they changed from: no other is touched, it may be iterated."""
+    return not _alike(here, there) and _alike(_contents(container), here)
+
+
+def fields_of(owner: Any) -> dict[str, Any]:
+    """Return what an object keeps in its ``__dict__`` and in its slots, by name."""
     try:
         found = dict(vars(owner))
     except TypeError:
@@ -196,7 +206,7 @@ def _parts(value: Any) -> list[Any]:
     held = list(value.values()) if isinstance(value, dict) else []
     if isinstance(value, (list, tuple, set, deque)):
         held = list(value)
-    return held + list(_fields(value).values())
+    return held + list(fields_of(value).values())
 
 
 Read = Callable[[Any], Any]
@@ -207,7 +217,7 @@ def _stateful(iterator: Any) -> Iterator[tuple[Any, Read, Write]]:
     """Find the private generators below the iterator, and the small tensors in its fields."""
     for value in _below(iterator):
         yield from _as_generator(value)
-    for value in _fields(iterator).values():
+    for value in fields_of(iterator).values():
         if type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= SMALL:
             yield value, lambda tensor: tensor.detach().clone(), lambda tensor, kept: tensor.data.copy_(kept)
 
