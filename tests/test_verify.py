@@ -71,7 +71,7 @@ def _in_a_hook(hiding: Hiding) -> None:
 PLACES: dict[str, tuple[Callable[[Hiding], None], str]] = {
     "class": (_in_the_class, "test_verify:Hiding.calls_of_all: 0 -> 1"),
     "file": (_in_the_file, "test_verify:SEEN[0]: absent -> 1"),
-    "environment": (_in_the_environment, "os.environ"),
+    "environment": (_in_the_environment, "environ[b'HIDDEN']"),
 }
 GUARDED: dict[str, Callable[[Hiding], Any]] = {
     "field": _in_a_field,
