@@ -203,7 +203,7 @@ class PipelineWarmup:
                 self._close(call, kind, refused.told)
                 self._skip(WarmupReport("skipped", kind, reason=refused.told), call, refused=True)
             return keywords
-        return self._warmed(call, kind)
+        return keywords if ledger.is_apart(megatron.generation_of(keywords), kind) else self._warmed(call, kind)
 
     def _warmed(self, call: ScheduleCall, kind: str) -> dict[str, Any]:
         flow = Flow(call, self._options, self._optimizer())
@@ -263,4 +263,5 @@ class PipelineWarmup:
 
 def _is_settled(keywords: Mapping[str, Any], kind: str) -> bool:
     """Tell whether this call needs no warmup any more; the whole cost of a warm call."""
-    return ledger.is_settled(first_chunk(keywords), kind, megatron.generation_of(keywords))
+    page = ledger.page(first_chunk(keywords), kind)
+    return page is not None and (not page.warm or ledger.is_primed(megatron.generation_of(keywords)))
