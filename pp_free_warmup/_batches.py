@@ -26,6 +26,7 @@ class Recorder:
         self._random = random
         self.fetched: deque[Any] = deque()
         self._served = 0
+        self.error: BaseException | None = None
         self.exhausted = False
         self.draws = False
 
@@ -43,12 +44,14 @@ class Recorder:
         return copy_of_batch(self.fetched[self._served - 1])
 
     def _fetch(self) -> None:
+        if self.error is not None:
+            raise self.error
         before = self._random.draws
         with self._random.as_caller():
             try:
                 item = next(self._iterator)
-            except StopIteration:
-                self.exhausted = True
+            except BaseException as error:
+                self.exhausted, self.error = isinstance(error, StopIteration), error
                 raise
         self.draws |= self._random.draws > before
         self.fetched.append(item)
@@ -61,14 +64,19 @@ class Replay:
     """The caller's iterator with what the pass fetched put back in front of it."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._fetched = recorder.fetched
+        self._recorder = recorder
         self._iterator = recorder._iterator
 
     def __iter__(self) -> Replay:
         return self
 
     def __next__(self) -> Any:
-        return self._fetched.popleft() if self._fetched else next(self._iterator)
+        if self._recorder.fetched:
+            return self._recorder.fetched.popleft()
+        if self._recorder.error is not None:  # what it said in the pass; asked again, a generator would just end
+            error, self._recorder.error = self._recorder.error, None
+            raise error
+        return next(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
@@ -127,7 +135,9 @@ class Batches:
 
     def for_schedule(self) -> Any:
         """Return ``data_iterator`` for the real call: the very objects passed where nothing was fetched."""
-        served: dict[int, Any] = {key: Replay(r) for key, r in self._recorders.items() if r.fetched}
+        served: dict[int, Any] = {
+            key: Replay(r) for key, r in self._recorders.items() if r.fetched or r.error is not None
+        }
         if not served:
             return self._passed
         if isinstance(self._passed, (list, tuple)) and len(self._passed) == len(self._originals):
