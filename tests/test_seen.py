@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextvars
-import ctypes
 import functools
 import itertools
 import os
 import queue
 import random
-import threading
-import weakref
 from array import array
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -25,7 +21,6 @@ import torch
 import wrapt
 from torch.nn import Linear
 
-from pp_free_warmup import _state_walk
 from pp_free_warmup._trace import changes, observed
 
 
@@ -47,7 +42,6 @@ def _left_by(case: Case) -> list[str]:
 COUNTS: dict[str, list[int]] = {"steps": []}
 NAMESPACE = SimpleNamespace(steps=0)
 ARGUMENTS = argparse.Namespace(steps=0)
-LOCK = threading.Lock()
 
 
 class Calling:
@@ -264,15 +258,24 @@ SEEN: dict[str, tuple[Callable[[], Case], str]] = {
     "method": (lambda: Case(Calling().count), "forward_step_func self.steps: 0 -> 1"),
     "slot": (lambda: Case(Slotted().count), "forward_step_func self._Slotted__steps: 0 -> 1"),
     "method of a partial": (lambda: Case(functools.partial(Calling().count, 1)), "function self.steps: 0 -> 1"),
-    "partial argument": (lambda: Case(functools.partial(_append_to, [])), "forward_step_func argument 0[0]: absent -> 1"),
+    "partial argument": (
+        lambda: Case(functools.partial(_append_to, [])),
+        "forward_step_func argument 0[0]: absent -> 1",
+    ),
     "object in a partial": (
         lambda: Case(functools.partial(_in_field_of, meter=Calling())),
         "forward_step_func argument meter.steps: 0 -> 1",
     ),
-    "closure behind functools.wraps": (lambda: Case(_wrapped(_into(Calling()))), "wrapped closure holder.steps: 0 -> 1"),
+    "closure behind functools.wraps": (
+        lambda: Case(_wrapped(_into(Calling()))),
+        "wrapped closure holder.steps: 0 -> 1",
+    ),
     "method behind functools.wraps": (lambda: Case(_wrapped(Calling().count)), "wrapped self.steps: 0 -> 1"),
     "method behind wrapt": (lambda: Case(_proxy(Calling().count)), "wrapped self.steps: 0 -> 1"),
-    "behind a cache": (lambda: Case(_passing_on(functools.lru_cache(_into(Calling())))), "closure holder.steps: 0 -> 1"),
+    "behind a cache": (
+        lambda: Case(_passing_on(functools.lru_cache(_into(Calling())))),
+        "closure holder.steps: 0 -> 1",
+    ),
     "class attribute of a local class": (_local_class, "<locals>.Local.steps: 0 -> 1"),
     "method from another file": (lambda: Case(Derived().step), "another_file:SEEN["),
     "function from another file": (lambda: Case(another_file.count_here), "another_file:SEEN["),
@@ -286,7 +289,10 @@ SEEN: dict[str, tuple[Callable[[], Case], str]] = {
     "list": (lambda: _adding([], lambda each: each.append(1)), "container[0]: absent -> 1"),
     "deque": (lambda: _adding(deque(), lambda each: each.append(1)), "container[0]: absent -> 1"),
     "set": (lambda: _adding(set(), lambda each: each.add(1)), "of ['1']"),
-    "ordered dict": (lambda: _adding(OrderedDict(a=1, b=2), lambda each: each.popitem()), "container['b']: 2 -> absent"),
+    "ordered dict": (
+        lambda: _adding(OrderedDict(a=1, b=2), lambda each: each.popitem()),
+        "container['b']: 2 -> absent",
+    ),
     "defaultdict": (lambda: _adding(defaultdict(list), lambda each: each["new"].append(1)), "container['new'][0]"),
     "counter": (lambda: _adding(Counter(), lambda each: each.update("a")), "container['a']: absent -> 1"),
     "user dict": (lambda: _adding(UserDict(), lambda each: each.update(a=1)), "container.data['a']: absent -> 1"),
@@ -295,7 +301,7 @@ SEEN: dict[str, tuple[Callable[[], Case], str]] = {
     "bytearray": (lambda: _adding(bytearray(1), lambda each: each.append(1)), "closure container"),
     "numpy array": (lambda: _adding(np.zeros(1), lambda each: each.fill(1)), "closure container"),
     "numpy generator": (lambda: _adding(np.random.default_rng(1), lambda each: each.random()), "closure container"),
-    "numpy's old generator": (lambda: _adding(np.random.RandomState(1), lambda each: each.rand()), "closure container"),  # noqa: NPY002
+    "numpy's old generator": (lambda: _adding(np.random.RandomState(1), lambda each: each.rand()), "closure container"),
     "python generator": (lambda: _adding(random.Random(1), lambda each: each.random()), "closure container"),
     "torch generator": (
         lambda: _adding(torch.Generator(), lambda each: torch.rand(1, generator=each)),
@@ -352,3 +358,87 @@ def test_looking_twice_sees_no_change(place: str) -> None:
     case = SEEN[place][0]()
     before = observed(case.model, None, case.step, case.data)
     assert changes(before.fields, observed(case.model, None, case.step, case.data).fields) == []
+
+
+class LazyMapping(OrderedDict):  # type: ignore[type-arg]
+    """Loads what it is asked for, as transformers' mappings do: being looked at must not ask it."""
+
+    def _load(self, *_: Any) -> Any:
+        raise AssertionError("a mapping's own code ran")
+
+    __getitem__ = __iter__ = keys = values = items = __len__ = __contains__ = __repr__ = __eq__ = _load  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OwnMapping(Mapping):  # type: ignore[type-arg]
+    """No builtin at all; its fields are looked at, it is not."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def _load(self, *_: Any) -> Any:
+        raise AssertionError("a mapping's own code ran")
+
+    __getitem__ = __iter__ = __len__ = keys = values = items = _load
+
+
+class Unwilling:
+    """Has a property, a ``__getattr__``, a ``__class__`` and a text that nobody may ask for."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise AssertionError("an object's own code ran")
+
+    __getattr__ = __getattribute__ = __repr__ = __eq__ = __bool__ = __iter__ = __len__ = __dir__ = _refuse
+    __class__ = property(_refuse)  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    reading = property(_refuse)
+
+
+class Level(int):
+    """A number with its own text."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("a number's own text was asked for")
+
+
+FOREIGN: dict[str, Callable[[], Any]] = {
+    "lazy mapping": LazyMapping,
+    "mapping": OwnMapping,
+    "unwilling object": Unwilling,
+    "number": lambda: Level(3),
+    "list": LogList,
+    "in a set": lambda: {Unwilling(), Level(2)},
+    "as a key": lambda: {Unwilling(): 1},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_nothing_of_the_callers_runs(kind: str) -> None:
+    """Mappings are not iterated, properties not read, texts not asked for, in a closure and in a module."""
+    foreign = FOREIGN[kind]()
+    walk = observed(_with_module(held=[foreign]), None, lambda: foreign)
+    assert "chunk0.held[0]" in walk.fields
+    assert "forward_step_func closure foreign" in walk.fields
+
+
+def test_a_lazy_mapping_is_looked_into() -> None:
+    """What an ordered dict holds is read past its own methods."""
+    lazy = LazyMapping()
+    OrderedDict.__setitem__(lazy, "loaded", [1])
+    assert observed(step=lambda: lazy).fields["forward_step_func closure lazy['loaded'][0]"] == "1"
+
+
+def test_a_path_with_a_colon_is_no_files() -> None:
+    """A change under a key that has a colon in it is one, whatever the key looks like."""
+    steps = {"a:b": 0}
+    assert changes({"x.d['a:b']": "0"}, {"x.d['a:b']": "1"}) != []
+    assert "closure steps['a:b']: 0 -> 1" in "\n".join(_left_by(Case(lambda *_: steps.update({"a:b": 1}))))
+
+
+def test_depth_is_no_recursion() -> None:
+    """A list nested ten thousand deep is cut, and ends nothing."""
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    walk = observed(step=lambda: nested)
+    assert len([path for path in walk.fields if path.startswith("forward_step_func closure nested")]) <= 41
