@@ -8,6 +8,7 @@ training steps on the same data. Written after slime ``624b824a`` and miles ``31
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,15 +124,25 @@ class Actor:
         self.flavour = flavour
         self.training = models.build(layout)
         self.trace = Trace()
-        self.passes = 0
-        self.progress = 0
+        self.counted = threading.local()  # neither a warmup nor its verification looks into a thread's own
+        self.counted.passes = self.counted.progress = 0
+
+    @property
+    def passes(self) -> int:
+        """How many microbatches were run by a warmup."""
+        return int(self.counted.passes)
+
+    @property
+    def progress(self) -> int:
+        """How many microbatches their progress bar has seen."""
+        return int(self.counted.progress)
 
     def forward_step(self, then: Callable[..., Any], iterator: Any, model: Any) -> Any:
         """Run one microbatch; *then* is what the last stage does with the output."""
         batch = get_batch(iterator)
-        self.progress += 1  # their progress bar
+        self.counted.progress += 1  # their progress bar
         if in_warmup():
-            self.passes += 1
+            self.counted.passes += 1
         else:
             self.trace.batches.append(batch["tokens"].shape[1])
         positions = torch.arange(batch["tokens"].shape[1]).unsqueeze(0)

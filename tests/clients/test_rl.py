@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_an_actor_computes_the_same_in_a_block(flavour, virtual):
     """Log-probs, losses and parameters are those of an actor without a warmup; every batch was read once."""
     layout = RAGGED_VIRTUAL if virtual else RAGGED
     cold, warmed = _cold_then(layout, flavour)
-    with pipeline_warmup() as warmup:
+    with pipeline_warmup(verify=True) as warmup:
         seen = _live(warmed, flavour)
 
     chunks = layout.vp or 1
@@ -67,8 +68,8 @@ def test_an_actor_computes_the_same_in_a_block(flavour, virtual):
 def test_an_actor_computes_the_same_through_a_decorated_method():
     """Decorated methods fetch their schedules inside: each kind is warmed in its own."""
     cold, warmed = _cold_then(RAGGED, "slime")
-    warmed.forward_only = warm_first_call(warmed.forward_only)  # type: ignore[method-assign]
-    warmed.train = warm_first_call(warmed.train)  # type: ignore[method-assign]
+    warmed.forward_only = warm_first_call(warmed.forward_only, verify=True)  # type: ignore[method-assign]
+    warmed.train = warm_first_call(warmed.train, verify=True)  # type: ignore[method-assign]
     _live(warmed, "slime")
 
     assert warmed.trace == cold.trace
@@ -80,7 +81,7 @@ def test_an_actor_computes_the_same_through_a_decorated_method():
 def test_what_the_forward_step_counts_itself_is_not_put_back():
     """A progress bar moves by one per pass: the warmup cannot know it, and `in_warmup` is there for it."""
     cold, warmed = _cold_then(RAGGED, "slime")
-    with pipeline_warmup():
+    with pipeline_warmup(verify=True):
         _live(warmed, "slime")
 
     assert warmed.progress == cold.progress + 2
@@ -122,7 +123,7 @@ def test_groups_that_are_rebuilt_have_their_channels_opened_again(flavour, with_
     with reloadable_groups() as groups:
         actor = Actor(RAGGED, flavour)
         assert groups.groups
-        with pipeline_warmup() as warmup:
+        with pipeline_warmup(verify=True) as warmup:
             _live(actor, flavour, rollouts=3, between=_sleep_and_wake(groups, with_the_world=with_the_world))
         parallel_state.destroy_model_parallel()
 
@@ -136,7 +137,7 @@ def test_groups_that_are_rebuilt_have_their_channels_opened_again(flavour, with_
 def test_rebuilt_groups_change_no_number():
     """An actor that sleeps between rollouts computes the same with and without the block."""
     traces = []
-    for switch in (nullcontext, pipeline_warmup):
+    for switch in (nullcontext, partial(pipeline_warmup, verify=True)):
         with reloadable_groups() as groups:
             actor = Actor(RAGGED, "slime")
             with switch():
@@ -152,7 +153,7 @@ def test_channels_can_be_opened_by_hand_after_a_rebuild():
     """Without a block around the loop, `prime_channels` opens what the wake-up closed."""
     with reloadable_groups() as groups:
         actor = Actor(RAGGED, "slime")
-        with pipeline_warmup():
+        with pipeline_warmup(verify=True):
             _live(actor, "slime", rollouts=1)
         _sleep_and_wake(groups)()
         first, second = prime_channels(actor.training.chunks), prime_channels(actor.training.chunks)
@@ -166,7 +167,7 @@ def test_channels_can_be_opened_by_hand_after_a_rebuild():
 def test_a_reference_and_a_critic_inside_the_actors_block():
     """Only the actor is warmed; the two others compute what they would have."""
     actor, critic = Actor(RAGGED, "slime"), Actor(RAGGED, "slime")
-    with pipeline_warmup(actor.training.chunks) as warmup:
+    with pipeline_warmup(actor.training.chunks, verify=True) as warmup:
         _live(critic, "slime", rollouts=1)
         _live(actor, "slime", rollouts=1)
 
