@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pp_free_warmup._progress import fields_of, is_of_others
+from pp_free_warmup._callables import own_fields
+from pp_free_warmup._progress import is_of_others
 from pp_free_warmup.errors import UnsupportedSetup
 
 MUTABLE = (dict, UserDict, list, deque)
@@ -134,7 +135,7 @@ def _items(item: Any) -> list[tuple[Any, Any]]:
 
 
 def _fields(item: Any) -> dict[str, Any]:
-    found = {} if getattr(item, "__dict__", None) is item else fields_of(item)
+    found = {} if getattr(item, "__dict__", None) is item else own_fields(item)
     if isinstance(item, UserDict):
         found.pop("data", None)  # its items
     return found
@@ -171,7 +172,7 @@ def _shell(item: Any) -> Any:
 
 def _is_record(item: Any) -> bool:
     """Tell whether this is a dataclass or a plain object: fields, and nothing that the process has only once."""
-    if isinstance(item, (type, *LEAVES)) or not fields_of(item):
+    if isinstance(item, (type, *LEAVES)) or not own_fields(item):
         return False
     if hasattr(type(item), "__dataclass_fields__"):
         return True
@@ -192,7 +193,7 @@ def _is_plain_object(item: Any) -> bool:
 
 
 def _has_tensors(item: Any) -> bool:
-    return any(isinstance(value, torch.Tensor) or _is_array(value) for value in fields_of(item).values())
+    return any(isinstance(value, torch.Tensor) or _is_array(value) for value in own_fields(item).values())
 
 
 def _leads_to_a_module(item: Any) -> bool:
@@ -206,7 +207,7 @@ def _leads_to_a_module(item: Any) -> bool:
         if not isinstance(value, LEAVES) and not callable(value) and id(value) not in seen:
             seen.add(id(value))
             waiting += value if isinstance(value, tuple) else [part for _, part in _items(value)]
-            waiting += fields_of(value).values()
+            waiting += own_fields(value).values()
     return False
 
 
