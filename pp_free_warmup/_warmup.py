@@ -67,9 +67,7 @@ def pipeline_warmup(
 
     Returns:
         A context manager around the real step; ``as warmup`` gives the handle with the ``report``.
-
-    Raises:
-        UnsupportedSetup: An argument is not of the kind described.
+        What is not as described here raises `UnsupportedSetup` at once.
     """
     chosen = (enabled, channels, extra_guards, timeout, on_unsupported, on_failure, activations)
     return PipelineWarmup(model, Options(*chosen, verify, shapes, single_flight, report_to), optimizer)
