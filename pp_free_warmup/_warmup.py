@@ -53,8 +53,6 @@ def pipeline_warmup(
 ) -> PipelineWarmup:
     """Make the first pipeline-parallel step inside the block compile all stages at the same time.
 
-    The block holds the real step: the first schedule call of each kind warms up, then runs for real.
-
     Args:
         model: A chunk or a list of chunks, wrapped or not; None: any. Calls with another model run untouched.
         optimizer: Read by ``verify`` only, never stepped.
@@ -63,35 +61,19 @@ def pipeline_warmup(
         extra_guards: Guards for state of your own; see `pp_free_warmup.guards`.
         timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
         on_unsupported: ``"skip"`` runs without a warmup and says why, ``"raise"`` raises on all ranks.
-        on_failure: ``"continue"`` runs without a warmup when the pass fails and every rank has put its state
-            back, ``"raise"`` raises `WarmupFailed` then; one rank that asks for it decides for all.
-        activations: Makes what arrives at a chunk from the stage before, where no random numbers can stand for
-            it: called with the call and the chunk's index, returns a tensor, a list of them, or None.
+        on_failure: When the pass fails and all have put back: ``"continue"`` runs without, ``"raise"`` raises.
+        activations: Makes what arrives, for stages that no random numbers suit: (call, chunk index) -> tensors.
         verify: Compare all reachable state before and after, and raise `TraceFound` naming what differs.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
         report_to: A path to which global rank 0 writes the last report as JSON.
 
     Returns:
-        A context manager; ``as warmup`` gives the handle whose ``report`` tells what happened.
-
-    Raises:
-        UnsupportedSetup: An argument is not of the kind described.
+        A context manager around the real step; ``as warmup`` gives the handle with the ``report``.
+        What is not as described here raises `UnsupportedSetup` at once.
     """
-    given = Options(
-        enabled=enabled,
-        channels=channels,
-        extra_guards=extra_guards,
-        timeout=timeout,
-        on_unsupported=on_unsupported,
-        on_failure=on_failure,
-        activations=activations,
-        verify=verify,
-        shapes=shapes,
-        single_flight=single_flight,
-        report_to=report_to,
-    )
-    return PipelineWarmup(model, given, optimizer)
+    chosen = (enabled, channels, extra_guards, timeout, on_unsupported, on_failure, activations)
+    return PipelineWarmup(model, Options(*chosen, verify, shapes, single_flight, report_to), optimizer)
 
 
 class PipelineWarmup:
