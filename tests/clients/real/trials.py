@@ -49,7 +49,8 @@ class Trace:
 
 def _exact(value: Any) -> Any:
     if hasattr(value, "is_nested"):  # a tensor: torch is not imported where tests are collected
-        dense = (value.values() if value.is_nested else value).detach().contiguous().cpu()
+        # A copy: a storage that numpy has seen can no longer be resized, as trainers that offload do.
+        dense = (value.values() if value.is_nested else value).detach().cpu().contiguous().clone()
         digest = hashlib.sha1(dense.flatten().view(_bytes()).numpy().tobytes(), usedforsecurity=False)
         return f"{tuple(dense.shape)} {digest.hexdigest()[:12]}"
     if isinstance(value, float):

@@ -5,6 +5,7 @@ Ray and the rollout engine are left out: each rank builds the worker that Ray wo
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -165,7 +166,7 @@ def _rollout(number: int, setup: Setup, worker: Any, reference: Any, trace: Trac
         if told and name in asked:
             trace.add(f"rollout {number} {name}", asked[name])
             given[name] = asked[name]
-    data.update(_shared(_for_training(data, given)) if True else {})
+    data.update(_shared(_for_training(data, given) if told else {}))
     trained = worker.train_mini_batch(
         _batch(
             data,
@@ -182,7 +183,8 @@ def _rollout(number: int, setup: Setup, worker: Any, reference: Any, trace: Trac
         for name, value in sorted(trained["metrics"].items()):
             if not name.startswith("perf/"):
                 trace.add(f"rollout {number} {name}", value)
-    trace.add_parameters(f"rollout {number} chunk", worker.engine.module)
+    with worker.engine.eval_mode():  # brings back what is offloaded
+        trace.add_parameters(f"rollout {number} chunk", worker.engine.module)
 
 
 def _replaying(setup: Setup) -> dict[str, bool]:
@@ -256,11 +258,7 @@ def on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         # Layers of Transformer Engine run on GPUs only.
-        spec = llm_bridge.get_gpt_decoder_block_spec
-        local = lambda config, use_transformer_engine, **more: spec(  # noqa: E731
-            config, use_transformer_engine=False, normalization=config.normalization, **more
-        )
-        lend(llm_bridge, "get_gpt_decoder_block_spec", local)
+        lend(llm_bridge, "get_gpt_decoder_block_spec", _local(llm_bridge.get_gpt_decoder_block_spec))
         # Megatron's eager attention takes neither packed samples nor masks of two dimensions; TE's takes both.
         lend(DotProductAttention, "forward", _attending(DotProductAttention.forward))
         # There is no checkpoint: the random weights stay.
@@ -279,6 +277,14 @@ def on_cpu() -> Iterator[None]:
         empty = torch.empty
         lend(megatron_utils.torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more))
         yield
+
+
+def _local(spec: Any) -> Any:
+    @functools.wraps(spec)  # mbridge reads its signature
+    def local(config: Any, use_transformer_engine: bool, **more: Any) -> Any:
+        return spec(config, use_transformer_engine=False, normalization=config.normalization, **more)
+
+    return local
 
 
 def _attending(forward: Any) -> Any:
