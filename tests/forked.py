@@ -13,6 +13,7 @@ import atexit
 import faulthandler
 import os
 import pickle
+import pkgutil
 import random
 import select
 import signal
@@ -119,19 +120,19 @@ def groups_that_wait(seconds: float) -> Iterator[None]:
 
 def _server(after: Any) -> subprocess.Popen[bytes]:
     """Return the process that forks after it has called *after*; start it where this is the first trial of its kind."""
-    prepared = "" if after is None else f"import {after.__module__} as its; its.{after.__qualname__}(); "
-    if prepared not in _servers:
-        if not _servers:
-            atexit.register(_stop)
-        _servers[prepared] = _start(prepared)
-    return _servers[prepared]
+    name = "" if after is None else f"{after.__module__}:{after.__qualname__}"
+    if not _servers:
+        atexit.register(_stop)
+    if name not in _servers:
+        _servers[name] = _start(name)
+    return _servers[name]
 
 
-def _start(prepared: str) -> subprocess.Popen[bytes]:
+def _start(after: str) -> subprocess.Popen[bytes]:
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     environment["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up the name of whom it connects to
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    command = [sys.executable, "-W", "ignore", "-c", f"{prepared}import {__name__}; {__name__}._serve()"]
+    command = [sys.executable, "-W", "ignore", "-c", f"import {__name__}; {__name__}._serve({after!r})"]
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -160,7 +161,7 @@ def _get(stream: Any) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", header)[0]))
 
 
-def _serve() -> None:
+def _serve(after: str) -> None:
     """Import what all trials need, once, without starting a thread; then fork for each trial."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -169,6 +170,8 @@ def _serve() -> None:
     from pp_free_warmup.testing import cuda_on_cpu
 
     torch.set_num_threads(1)
+    if after:
+        pkgutil.resolve_name(after)()
     with cuda_on_cpu():
         import pp_free_warmup._warmup
         import pp_free_warmup.testing.models  # noqa: F401
