@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from hollow import hollow
+from hollow import hollow, megatron_without_te
 from trials import Life, Trace, started_by_torchrun
 
 ITERATIONS = 5
@@ -52,9 +52,7 @@ class Setup:
 
 def load() -> None:
     """Import Megatron-Bridge, before the ranks are forked; it insists on packages that need a GPU."""
-    import megatron.core.models.gpt
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules
+    megatron_without_te()
     import modelopt.torch.distill.plugins.megatron
 
     with hollow("transformer_engine", "megatron.energon"):

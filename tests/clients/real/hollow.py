@@ -55,3 +55,12 @@ def hollow(*names: str) -> Iterator[None]:
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
         for name in [name for name, module in sys.modules.items() if isinstance(module, _Hollow)]:
             del sys.modules[name]
+
+
+def megatron_without_te() -> None:
+    """Import what of Megatron asks for Transformer Engine, while there is none."""
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401

@@ -5,7 +5,6 @@ Ray and the rollout engine are left out: each rank builds the worker that Ray wo
 
 from __future__ import annotations
 
-import functools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from on_cpu import eager_attention, local_layers
 from trials import Life, Trace, started_by_torchrun
 
 PROMPT, RESPONSE, SAMPLES, VOCAB = 6, 10, 8, 64
@@ -244,11 +244,10 @@ def _shared(value: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Replace what verl, mbridge and Megatron's attention have for GPUs only."""
+    """Replace what verl, and mbridge have for GPUs only."""
     import torch
     from mbridge.core import bridge, llm_bridge
     from megatron.core import tensor_parallel
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from verl.utils import megatron_utils
     from verl.workers.engine.megatron import transformer_impl
 
@@ -258,9 +257,8 @@ def on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         # Layers of Transformer Engine run on GPUs only.
-        lend(llm_bridge, "get_gpt_decoder_block_spec", _local(llm_bridge.get_gpt_decoder_block_spec))
-        # Megatron's eager attention takes neither packed samples nor masks of two dimensions; TE's takes both.
-        lend(DotProductAttention, "forward", _attending(DotProductAttention.forward))
+        lend(llm_bridge, "get_gpt_decoder_block_spec", local_layers(llm_bridge.get_gpt_decoder_block_spec))
+        stack.enter_context(eager_attention())
         # There is no checkpoint: the random weights stay.
         lend(bridge.Bridge, "load_weights", lambda *_: None)
         # verl seeds Megatron's tracker only where it sees an accelerator.
@@ -277,36 +275,3 @@ def on_cpu() -> Iterator[None]:
         empty = torch.empty
         lend(megatron_utils.torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more))
         yield
-
-
-def _local(spec: Any) -> Any:
-    @functools.wraps(spec)  # mbridge reads its signature
-    def local(config: Any, use_transformer_engine: bool, **more: Any) -> Any:
-        return spec(config, use_transformer_engine=False, normalization=config.normalization, **more)
-
-    return local
-
-
-def _attending(forward: Any) -> Any:
-    """Wrap Megatron's eager attention: say packed samples and padded ones as a mask of four dimensions."""
-    import torch
-
-    def attend(self: Any, query: Any, key: Any, value: Any, mask: Any, *more: Any, packed_seq_params: Any = None, **kw: Any) -> Any:
-        packed = packed_seq_params is not None
-        if packed:
-            starts = packed_seq_params.cu_seqlens_q[1:]
-            sample = torch.bucketize(torch.arange(query.shape[0]), starts, right=True)
-            mask = (sample[:, None] != sample[None, :])[None, None] | _later(query.shape[0])
-            query, key, value = (tensor.unsqueeze(1) if tensor.dim() == 3 else tensor for tensor in (query, key, value))
-        elif mask is not None and mask.dim() == 2:
-            mask = ~mask.bool()[:, None, None, :] | _later(query.shape[0])
-        output = forward(self, query, key, value, mask, *more, **kw)
-        return output.squeeze(1) if packed else output
-
-    return attend
-
-
-def _later(length: int) -> Any:
-    import torch
-
-    return torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
