@@ -169,6 +169,45 @@ CLIENTS = (
         ),
         built=("nvidia-resiliency-ext==0.7.0",),
     ),
+    Client(
+        "ms_swift",
+        "0.16.1",
+        alone=("ms-swift==4.6.0", "mcore-bridge==1.6.5"),
+        needed=(
+            *(
+                "accelerate",
+                "addict",
+                "aiohttp",
+                "attrdict",
+                "dacite",
+                "datasets<4.8.5",
+                "einops",
+                "fastapi",
+                "modelscope",
+            ),
+            *(
+                "importlib-metadata",
+                "json-repair",
+                "modelscope-hub",
+                "msgspec",
+                "numpy",
+                "openai",
+                "pandas",
+                "peft<0.21",
+            ),
+            *(
+                "pillow",
+                "psutil",
+                "PyYAML",
+                "requests",
+                "safetensors",
+                "sentencepiece",
+                "simplejson",
+                "sortedcontainers",
+            ),
+            *("tensorboard", "tiktoken", "transformers>=5.5.3,<5.11", "triton", "trl==0.27.0", "uvicorn"),
+        ),
+    ),
 )
 
 

@@ -53,7 +53,7 @@ class Setup:
 def load() -> None:
     """Import Megatron-Bridge, before the ranks are forked; it insists on packages that need a GPU."""
     megatron_without_te()
-    import modelopt.torch.distill.plugins.megatron
+    import modelopt.torch.distill.plugins.megatron  # noqa: F401
 
     with hollow("transformer_engine", "megatron.energon"):
         import megatron.bridge.training.gpt_step
@@ -82,7 +82,9 @@ def _config(setup: Setup) -> Any:
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training import config as of
 
-    optimizer = of.OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-3, bf16=True, use_distributed_optimizer=setup.sharded)
+    optimizer = of.OptimizerConfig(
+        optimizer="adam", lr=1e-2, min_lr=1e-3, bf16=True, use_distributed_optimizer=setup.sharded
+    )
     overlap = {"overlap_grad_reduce": setup.sharded, "overlap_param_gather": setup.sharded}
     data = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, "num_workers": 0}
     evaluation = {"eval_interval": 2, "eval_iters": 2} if setup.evaluated else {"eval_interval": None, "eval_iters": 0}

@@ -227,7 +227,9 @@ def _for_training(data: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]
     from verl.workers.utils.padding import no_padding_2_padding
 
     batch = _batch(data)
-    padded = {name: no_padding_2_padding(asked[name], batch).float() for name in ("log_probs", "values") if name in asked}
+    padded = {
+        name: no_padding_2_padding(asked[name], batch).float() for name in ("log_probs", "values") if name in asked
+    }
     names = {"log_probs": "old_log_probs", "values": "values"}
     routes = {name: asked[name] for name in asked if name == "routed_experts"}
     return {**{names[name]: value for name, value in padded.items()}, **routes}
