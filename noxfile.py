@@ -148,7 +148,6 @@ class Client(NamedTuple):
 
 
 CLIENTS = (
-    Client("standins", "0.16.1"),
     Client(
         "verl",
         "0.16.1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pp_free_warmup.testing.models import Layout
 
 RAGGED = Layout(variable_seq_lengths=True, tied=False)
 RAGGED_VIRTUAL = Layout(variable_seq_lengths=True, tied=False, vp=2)
+ROUTED = Layout(variable_seq_lengths=True, tied=False, moe=True, recompute="full")
 KINDS = {"slime": ByIndices, "miles": BySize}
 
 
@@ -161,6 +163,32 @@ def test_channels_can_be_opened_by_hand_after_a_rebuild():
 
     assert first.opened == ("forward", "backward")
     assert second.opened == ()
+
+
+@ranks(2)
+@pytest.mark.parametrize("virtual", [False, True])
+def test_recorded_routes_are_replayed_as_without_a_warmup(virtual):
+    """What hangs on routers and counts is as if no pass had been: routes, losses and parameters are equal."""
+    pytest.importorskip("megatron.core.transformer.moe.router_replay")
+    layout = replace(ROUTED, vp=2) if virtual else ROUTED
+    traces = []
+    for switch in (nullcontext, pipeline_warmup):
+        models.parallel(layout.pp, layout.vp)
+        actor = Actor(layout, "slime", replaying=True)
+        with switch() as warmup:
+            for number in range(3):
+                iterators = rollout(layout, number, ByIndices)
+                actor.forward_only(iterators, stage="record")
+                actor.train(iterators)
+                assert {len(replay.top_indices_list) for replay in actor.replays} == {sum(NUM_MICROBATCHES)}
+                assert all(replay.consumed for replay in actor.replays)
+                for replay in actor.replays:
+                    replay.clear()
+        parallel_state.destroy_model_parallel()
+        traces.append(actor.trace)
+
+    assert [report.outcome for report in warmup.reports] == ["warmed", "warmed"]
+    assert traces[0] == traces[1]
 
 
 @ranks(2)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from eager import eager_attention, local_layers
 from hollow import hollow, megatron_without_te
-from on_cpu import eager_attention, local_layers
 from trials import Life, Trace, started_by_torchrun
 
 WORDS = [f"w{number}" for number in range(40)]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from on_cpu import eager_attention, local_layers
+from eager import eager_attention, local_layers
 from trials import Life, Trace, started_by_torchrun
 
 PROMPT, RESPONSE, SAMPLES, VOCAB = 6, 10, 8, 64

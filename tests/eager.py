@@ -1,4 +1,4 @@
-"""What several trainers need to run without a GPU, beside `pp_free_warmup.testing.cuda_on_cpu`."""
+"""What trainers that count on Transformer Engine need to run on Megatron's own eager modules."""
 
 from __future__ import annotations
 
