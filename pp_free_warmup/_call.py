@@ -26,6 +26,8 @@ class ScheduleCall:
         groups: The process groups that this call uses.
         interleaved: True for the schedule with virtual stages.
         random: The caller's random number generators.
+        kept: Ids of the tensors that a guard puts back by value.
+        taken: Bytes of memory that the warmup takes, by what for.
     """
 
     keywords: Mapping[str, Any]
@@ -35,8 +37,10 @@ class ScheduleCall:
     groups: megatron.Groups
     interleaved: bool
     random: CallerRandom
+    kept: set[int] = field(default_factory=set, init=False, repr=False)
+    taken: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _modules: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
-    _parameters: list[torch.nn.Parameter] = field(default_factory=list, init=False, repr=False)
+    _others: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
 
     @property
     def forward_only(self) -> bool:
@@ -57,13 +61,21 @@ class ScheduleCall:
             self._modules.extend(_reachable(self.chunks))
         return iter(self._modules)
 
+    def reached(self) -> Iterator[torch.nn.Module]:
+        """Iterate over `modules`, and over those that only a field or the forward step leads to."""
+        yield from self.modules()
+        yield from self._others
+
+    def reaches(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Note the modules that a pass can reach."""
+        known = set(map(id, self.modules()))
+        self._others[:] = [module for module in modules if id(module) not in known]
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Iterate over every parameter of every chunk, each once; looked up once, too."""
-        if not self._parameters:
-            registries = (vars(module)["_parameters"] for module in self.modules())
-            found = {id(one): one for registry in registries for one in registry.values() if one is not None}
-            self._parameters.extend(found.values())
-        return iter(self._parameters)
+        """Iterate over every parameter of every module that is `reached`, each once."""
+        registries = (vars(module)["_parameters"] for module in self.reached())
+        found = {id(one): one for registry in registries for one in registry.values() if one is not None}
+        yield from found.values()
 
     def configs(self) -> Iterator[Any]:
         """Iterate over the chunks' configs, each object once."""

@@ -41,12 +41,13 @@ class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
 
 class _Warmed(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A function whose first pipeline-parallel step is warmed; name, signature and doc are the function's."""
+    """A callable object or a bound method whose first pipeline-parallel step is warmed, with all its attributes."""
 
     __bound_function_wrapper__ = _Bound
 
-    def __init__(self, function: Callable[..., Any], warmup: PipelineWarmup, wrapper: Callable[..., Any]) -> None:
-        super().__init__(function, wrapper)
+    def __init__(self, function: Callable[..., Any], warmup: PipelineWarmup) -> None:
+        run = _runner(function)
+        super().__init__(function, lambda function, _, args, keywords: run(function, warmup, args, keywords))
         self._self_warmup = warmup
 
     @property
@@ -60,8 +61,8 @@ class _Warmed(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     def __deepcopy__(self, memo: dict[int, Any]) -> _Warmed:
         return self  # as a plain function
 
-    def __reduce_ex__(self, protocol: Any) -> str:
-        return str(self.__qualname__)  # by name, as a plain function: for processes that are spawned
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _Warmed, (self.__wrapped__, self._self_warmup)
 
 
 @overload
@@ -100,7 +101,7 @@ def warm_first_call(fn: Any = None, /, **keywords: Any) -> Any:
     warmup = pipeline_warmup(**keywords)  # a wrong keyword is reported where it stands, not at the first call
     if fn is None:
         return functools.partial(warm_first_call, **keywords)
-    warmup.depth += 1  # the call of the function lies between the user's line and the block's end
+    warmup.depth += 2  # the call of the function, and `_as_step`, lie between the user's line and the block's end
     return _dressed(fn, warmup)
 
 
@@ -115,15 +116,29 @@ def _dressed(fn: Any, warmup: PipelineWarmup) -> Any:
         fn.warmup = warmup
         return fn
     _refuse_what_is_no_function(fn)
-    return _Warmed(fn, warmup, _as_schedule(warmup) if is_schedule(fn) else _as_step(warmup))
+    if isinstance(fn, (classmethod, staticmethod)):
+        outer = type(fn)(_dressed(fn.__func__, warmup))
+        outer.warmup = warmup  # type: ignore[union-attr]
+        return outer
+    return _plain(fn, warmup) if inspect.isfunction(fn) else _Warmed(fn, warmup)
+
+
+def _plain(fn: Callable[..., Any], warmup: PipelineWarmup) -> Callable[..., Any]:
+    """Wrap a function in a plain function: pickled by name, or by value with all that belongs to it (Ray's actors)."""
+    run = _runner(fn)
+
+    @functools.wraps(fn)
+    def warmed(*args: Any, **keywords: Any) -> Any:
+        return run(fn, warmup, args, keywords)
+
+    warmed.warmup = warmup  # type: ignore[attr-defined]
+    return warmed
 
 
 def _with_schedules_warmed(value: Any, warmup: PipelineWarmup) -> Any:
     """Return an argument of a step as it is, unless it is a schedule, or a partial or keeper of one."""
-    if isinstance(value, _Warmed) and value.warmup is warmup:
-        return value
     if is_schedule(value):
-        return _Warmed(value, warmup, _as_schedule(warmup))
+        return value if getattr(value, "warmup", None) is warmup else _dressed(value, warmup)
     if isinstance(value, functools.partial):
         inner = _with_schedules_warmed(value.func, warmup)
         return value if inner is value.func else functools.partial(inner, *value.args, **value.keywords)
@@ -151,23 +166,26 @@ def is_schedule(function: Any) -> bool:
     return megatron.REQUIRED_KEYWORDS <= required
 
 
-def _as_schedule(warmup: PipelineWarmup) -> Callable[..., Any]:
-    def call(schedule: Callable[..., Any], instance: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        _patch.refuse_positional(args)
-        return warmup.run(schedule, keywords) if warmup.takes(keywords) else schedule(**keywords)
-
-    return call
+Runner = Callable[[Callable[..., Any], PipelineWarmup, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _as_step(warmup: PipelineWarmup) -> Callable[..., Any]:
-    def call(step: Callable[..., Any], instance: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        with warmup:
-            return step(
-                *(_with_schedules_warmed(value, warmup) for value in args),
-                **{name: _with_schedules_warmed(value, warmup) for name, value in keywords.items()},
-            )
+def _runner(fn: Callable[..., Any]) -> Runner:
+    return _as_schedule if is_schedule(fn) else _as_step
 
-    return call
+
+def _as_schedule(
+    schedule: Callable[..., Any], warmup: PipelineWarmup, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    _patch.refuse_positional(args)
+    return warmup.run(schedule, keywords) if warmup.takes(keywords) else schedule(**keywords)
+
+
+def _as_step(step: Callable[..., Any], warmup: PipelineWarmup, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    with warmup:
+        return step(
+            *(_with_schedules_warmed(value, warmup) for value in args),
+            **{name: _with_schedules_warmed(value, warmup) for name, value in keywords.items()},
+        )
 
 
 def _refuse_what_is_no_function(fn: Any) -> None:

@@ -7,12 +7,14 @@ graph-safe handle saved in place of the bytes would follow the generator.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import pickle
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class _States:
     cpu: torch.Tensor
     devices: tuple[_DeviceState, ...]
     tracker: megatron.TrackerContents
+    private: tuple[tuple[Any, Any], ...] = ()
 
 
 class CallerRandom:
@@ -58,6 +61,7 @@ class CallerRandom:
     def __init__(self) -> None:
         self._saved: list[_States] = []
         self.draws = 0  # in how many blocks of `as_caller` something was drawn
+        self.around: list[Callable[[], AbstractContextManager[None]]] = []  # entered around `as_caller`, too
 
     @staticmethod
     def digests() -> dict[str, str]:
@@ -67,6 +71,14 @@ class CallerRandom:
     def read(self) -> None:
         """Save the present state. May be nested; each `read` needs its `set`."""
         self._saved.append(_read())
+
+    def also(self, generators: Iterable[Any]) -> None:
+        """Let the latest `read` cover private generators of torch, NumPy and Python, as they are now."""
+        if not self._saved:
+            return
+        own = [torch.default_generator, *torch.cuda.default_generators]
+        private = [one for one in generators if not any(one is each for each in own)]
+        self._saved[-1] = replace(self._saved[-1], private=tuple((one, _contents(one)) for one in private))
 
     def set(self) -> None:
         """Put back what the latest `read` saved, and what `as_caller` drew since."""
@@ -84,18 +96,22 @@ class CallerRandom:
         if not self._saved:
             yield
             return
-        mine = _read()
+        private = [generator for generator, _ in self._saved[-1].private]
+        mine = _read(private)
         _set(self._saved[-1])
         try:
-            yield
+            with ExitStack() as around:
+                for enter in self.around:
+                    around.enter_context(enter())
+                yield
         finally:
-            now = _read()
+            now = _read(private)
             self.draws += _digests(now) != _digests(self._saved[-1])
             self._saved[-1] = now
             _set(mine)
 
 
-def _read() -> _States:
+def _read(private: Iterable[Any] = ()) -> _States:
     numpy = sys.modules.get("numpy")
     return _States(
         python=random.getstate(),
@@ -106,7 +122,31 @@ def _read() -> _States:
             for generator in torch.cuda.default_generators  # empty until CUDA is initialised
         ),
         tracker=megatron.read_tracker(),
+        private=tuple((generator, _contents(generator)) for generator in private),
     )
+
+
+def _contents(generator: Any) -> Any:
+    """Return what a private generator would draw from next."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return copy.deepcopy(_bits_of(generator).state)
+
+
+def _set_contents(generator: Any, contents: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(contents)
+    elif isinstance(generator, random.Random):
+        generator.setstate(contents)
+    else:
+        _bits_of(generator).state = contents
+
+
+def _bits_of(generator: Any) -> Any:
+    """Return where a generator of NumPy keeps its state (`Generator`, and the older `RandomState`)."""
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 def _digests(states: _States) -> dict[str, str]:
@@ -119,6 +159,9 @@ def _digests(states: _States) -> dict[str, str]:
         raw[f"cuda:{index}"] = device.contents.numpy().tobytes()
     for name, (_, contents) in states.tracker.states.items():
         raw[f"tracker {name}"] = contents.cpu().numpy().tobytes()
+    for number, (generator, contents) in enumerate(states.private):
+        text = contents.numpy().tobytes() if isinstance(contents, torch.Tensor) else pickle.dumps(contents)
+        raw[f"{type(generator).__name__} {number}"] = text
     return {name: hashlib.blake2b(contents, digest_size=12).hexdigest() for name, contents in raw.items()}
 
 
@@ -133,3 +176,5 @@ def _set(states: _States) -> None:
             each.callback(device.generator.set_state, device.contents)
             each.callback(device.generator.graphsafe_set_state, device.drawn_from)
         each.callback(megatron.set_tracker, states.tracker)
+        for generator, contents in states.private:
+            each.callback(_set_contents, generator, contents)

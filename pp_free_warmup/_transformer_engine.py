@@ -1,4 +1,4 @@
-"""The one door to Transformer Engine: where it keeps FP8 state and delayed weight gradients.
+"""The one door to Transformer Engine: where it keeps FP8 state outside its modules.
 
 It is never imported here. A model with one of its layers has imported it already, and without such
 a layer nothing of it can change, so a process that has not loaded it simply has nothing to yield.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from queue import Queue
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 
 HOMES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 DISTRIBUTED = "transformer_engine.pytorch.distributed"
-FIELDS_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 Modules = Iterable[torch.nn.Module]
 
 
@@ -34,20 +32,6 @@ def fp8_manager_fields() -> Iterator[tuple[type, tuple[str, ...]]]:
 def fp8_layers(modules: Modules) -> list[torch.nn.Module]:
     """Return layers (``fp8_meta``) and operations of the op fuser (``_fp8_metas``), those without scales yet too."""
     return [module for module in modules if "fp8_meta" in vars(module) or "_fp8_metas" in vars(module)]
-
-
-def fp8_objects(layers: Modules) -> Iterator[Any]:
-    """Yield the objects whose fields a forward or backward sets.
-
-    The manager's state (2.15 on); *layers*, their recipes' states and their quantizers.
-    """
-    state = getattr(_fp8_manager(), "quantization_state", None)
-    if state is not None:
-        yield state
-    for layer in layers:
-        yield layer
-        yield from _recipe_states(layer)
-        yield from _quantizers(layer)
 
 
 def fp8_values(layers: Modules) -> list[torch.Tensor]:
@@ -82,12 +66,6 @@ def recompute_queue() -> object:
     return getattr(region, "_is_first_fp8_module", None)
 
 
-def delayed_weight_gradients(modules: Modules) -> Iterator[Any]:
-    """Yield the stores whose ``context`` queues weight gradients for later (``delay_wgrad_compute``, 2.3 on)."""
-    stores = [vars(module)["wgrad_store"] for module in modules if "wgrad_store" in vars(module)]
-    yield from {id(store): store for store in stores if isinstance(getattr(store, "context", None), Queue)}.values()
-
-
 def _fp8_manager() -> Any:
     found = (getattr(sys.modules.get(home), "FP8GlobalStateManager", None) for home in HOMES)
     return next((manager for manager in found if manager is not None), None)
@@ -103,9 +81,3 @@ def _recipe_states(module: torch.nn.Module) -> Iterator[Any]:
         for key in ("scaling_fwd", "scaling_bwd"):
             state = (meta or {}).get(key)
             yield from (part for part in (state, getattr(state, "_ds_state", None)) if part is not None)
-
-
-def _quantizers(module: torch.nn.Module) -> Iterator[Any]:
-    for name in ("quantizers", "_quantizers"):
-        for quantizers in (vars(module).get(name) or {}).values():
-            yield from (quantizer for quantizer in quantizers if hasattr(quantizer, "__dict__"))

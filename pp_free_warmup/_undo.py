@@ -1,4 +1,4 @@
-"""The only save-and-put-back mechanics: lend an attribute, keep tensors, keep contents.
+"""The save-and-put-back mechanics: lend an attribute, keep tensors, give a container its contents back.
 
 Absent is a state: what was not there before is deleted again afterwards. A
 value is read and written where it lives (``vars(owner)``), never where it is
@@ -7,7 +7,8 @@ inherited from, so an inherited attribute comes back as an inherited one.
 
 from __future__ import annotations
 
-from collections import deque
+import operator
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -15,8 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-K = TypeVar("K")
-V = TypeVar("V")
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 ABSENT = object()
@@ -109,73 +108,73 @@ def tensors_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
     A tensor whose ``.data`` was re-assigned during the block, with another dtype or shape even,
     gets its old storage back first. Version counters do not rise, so a graph that the caller
-    recorded before stays valid. Costs one copy of the tensors for the length of the block.
+    recorded before stays valid. Inference tensors, leaves that require grad and tensors that
+    overlap themselves (expanded ones) are written too; memory of the host only where its bits
+    differ, since it may be read-only. A tensor without memory (meta, freed) is passed over.
+    Costs one copy of the tensors for the length of the block.
     """
-    kept = [(tensor, tensor.data, tensor.data.clone()) for tensor in tensors]
-    sizes = [storage.untyped_storage().nbytes() for _, storage, _ in kept]
+    kept = [_Values(tensor) for tensor in tensors if _has_memory(tensor)]
     try:
         yield
     finally:
         with ExitStack() as undo:
-            for (tensor, storage, values), size in zip(kept, sizes, strict=True):
-                undo.callback(_write_back, tensor, storage, values, size)
+            for one in kept:
+                undo.callback(one.write_back)
 
 
-def _write_back(tensor: torch.Tensor, storage: torch.Tensor, values: torch.Tensor, size: int) -> None:
-    if storage.untyped_storage().nbytes() != size:  # freed in the block; writing there would crash the process
-        storage.untyped_storage().resize_(size)
-    if _placement(tensor.data) != _placement(storage):
-        tensor.data = storage
-    storage.copy_(values)
+class _Values:
+    """One tensor's values, and where they lie."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._lies_plainly = _lies_plainly(tensor)
+        self._place = tensor.data if self._lies_plainly else tensor
+        self._size = self._place.untyped_storage().nbytes() if self._lies_plainly else 0
+        with torch.inference_mode():
+            self._values = self._written().clone()
+
+    def write_back(self) -> None:
+        """Write the values where they were."""
+        if self._lies_plainly:
+            if self._place.untyped_storage().nbytes() != self._size:  # freed in the block: writing would crash
+                self._place.untyped_storage().resize_(self._size)
+            if _placement(self._tensor.data) != _placement(self._place):
+                self._tensor.data = self._place
+        with torch.inference_mode():
+            now = self._written()
+            if now.device.type != "cpu" or not self._lies_plainly or not _same_bits(now, self._values):
+                now.copy_(self._values)
+
+    def _written(self) -> torch.Tensor:
+        """Return the tensor, or all bytes between its first and its last where it overlaps itself."""
+        tensor = self._place
+        if not self._lies_plainly or not torch._debug_has_internal_overlap(tensor):
+            return tensor
+        reach = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+        start, size = tensor.storage_offset(), tensor.element_size()
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return whole.set_(tensor.untyped_storage(), start * size, (reach * size,), (1,))
+
+
+def _lies_plainly(tensor: torch.Tensor) -> bool:
+    """Tell whether the tensor is a strided one whose memory is its storage's (not sparse, nested or a wrapper)."""
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.data_ptr() != 0
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether there is something to copy: not where the tensor is meta, empty or freed."""
+    if tensor.is_meta or not tensor.numel():
+        return False
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.data.untyped_storage().nbytes() > 0
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    flat = (each.reshape(-1).contiguous().view(torch.uint8) for each in (one, other))
+    return torch.equal(*flat)
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
-
-
-@contextmanager
-def mapping_kept(mapping: dict[K, V]) -> Iterator[None]:
-    """Keep which keys *mapping* has, in which order, and the very objects they lead to."""
-    before = dict(mapping)
-    try:
-        yield
-    finally:
-        mapping.clear()
-        mapping.update(before)
-
-
-@contextmanager
-def entries_kept(mappings: Iterable[dict[K, V]], keys: Collection[K]) -> Iterator[None]:
-    """Keep the objects that the listed keys lead to in each of *mappings*, those that are absent included."""
-    mappings = list(mappings)
-    before: dict[K, list[Any]] = {key: [mapping.get(key, ABSENT) for mapping in mappings] for key in keys}
-    try:
-        yield
-    finally:
-        for key, values in before.items():
-            for mapping, value in zip(mappings, values, strict=True):
-                if value is ABSENT:
-                    mapping.pop(key, None)
-                else:
-                    mapping[key] = value
-
-
-@contextmanager
-def contents_kept(*roots: object) -> Iterator[None]:
-    """Keep the very objects that lists, sets, dicts and deques hold, in their order, nested ones included.
-
-    The containers stay the same objects. A tensor in one is kept by reference, not by value.
-
-    Args:
-        *roots: Where to start; what is no container is passed over.
-    """
-    containers = _containers(roots)
-    before = [container.copy() if container else () for container in containers]  # most of a model's are empty
-    try:
-        yield
-    finally:
-        for container, contents in zip(containers, before, strict=True):
-            _refill(container, contents)
 
 
 @contextmanager
@@ -186,59 +185,60 @@ def emptied(container: Container) -> Iterator[None]:
     try:
         yield
     finally:
-        _refill(container, before)
+        refill(container, before)
 
 
-@contextmanager
-def fields_kept(owner: object, apart_from: Collection[str] = ()) -> Iterator[None]:
-    """Keep every field of *owner*, and what its containers hold; drop the fields that were added.
+def refill(container: Container, before: Any) -> None:
+    """Give a container the very objects that *before* holds, in their order; write only what differs.
+
+    Items are compared by identity alone. A thread that reads meanwhile never finds the container
+    empty: every item that is in both is there all the time, but for a dict whose order has to be
+    mended, where one entry at a time is missing.
 
     Args:
-        owner: An instance with a ``__dict__``, or one with ``__slots__``; not a class.
-        apart_from: Fields to leave alone.
+        container: A dict, list, set or deque, or of a class derived from one; its own methods are not asked.
+        before: A copy made earlier.
     """
-    before = {name: value for name, value in _fields(owner).items() if name not in apart_from}
-    with contents_kept(*before.values()):
-        try:
-            yield
-        finally:
-            after = {name: value for name, value in _fields(owner).items() if name not in apart_from}
-            changed = {name: before.get(name, ABSENT) for name in {**before, **after}}
-            for name, value in changed.items():
-                if after.get(name, ABSENT) is not value:
-                    _set_field(owner, name, value)
+    if isinstance(container, dict):
+        _refill_dict(container, before)
+    elif isinstance(container, set):
+        set.update(container, before)
+        set.intersection_update(container, before)
+    elif not _is_same(container, before):
+        if isinstance(container, list):
+            list.__setitem__(container, slice(None), before)
+        else:
+            deque.extend(container, before)
+            while len(container) > len(before):
+                deque.popleft(container)
 
 
-def _fields(owner: object) -> dict[str, Any]:
-    if hasattr(owner, "__dict__"):
-        return dict(vars(owner))
-    return {name: getattr(owner, name) for name in type(owner).__slots__ if hasattr(owner, name)}  # type: ignore[attr-defined]
+def _refill_dict(container: dict[Any, Any], before: dict[Any, Any]) -> None:
+    kind = OrderedDict if isinstance(container, OrderedDict) else dict
+    if is_same_dict(container, before):
+        return
+    for key, value in dict.items(before):
+        if dict.get(container, key, ABSENT) is not value:
+            kind.__setitem__(container, key, value)
+    for key in [key for key in container if key not in before]:
+        kind.pop(container, key)
+    _reorder(container, before, kind)
 
 
-def _set_field(owner: object, name: str, value: object) -> None:
-    if hasattr(owner, "__dict__"):
-        _bind(owner, name, value)
-    elif value is ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
+def _reorder(container: dict[Any, Any], before: dict[Any, Any], kind: type[dict[Any, Any]]) -> None:
+    if not _is_same(container, before):
+        for key in before:
+            kind.__setitem__(container, key, kind.pop(container, key))
 
 
-def _containers(roots: Iterable[object]) -> list[Container]:
-    found: dict[int, Container] = {}
-    waiting = list(roots)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, (dict, list, set, deque)) and id(value) not in found:
-            found[id(value)] = value
-            if value:
-                waiting.extend(value.values() if isinstance(value, dict) else value)
-    return list(found.values())
+def is_same_dict(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Tell whether two dicts hold the very same keys and values in the same order."""
+    return (
+        len(one) == len(other)
+        and all(map(operator.is_, dict.values(one), dict.values(other)))
+        and all(map(operator.is_, one, other))
+    )
 
 
-def _refill(container: Container, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, (dict, set)):
-        container.update(contents)
-    else:
-        container.extend(contents)
+def _is_same(items: Collection[Any], others: Collection[Any]) -> bool:
+    return len(items) == len(others) and all(map(operator.is_, items, others))

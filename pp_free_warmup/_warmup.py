@@ -91,6 +91,17 @@ class PipelineWarmup:
         self._told = False
         self.depth = 2  # frames from __exit__ to the user's line, for warnings
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as a fresh handle with the same options: nothing is warm there yet."""
+        if self._models is not None or self._optimizer() is not None:
+            raise UnsupportedSetup(
+                "A function decorated for one model cannot be sent to another process.",
+                found="warm_first_call with model= or optimizer=; expected neither.",
+                matters="They are objects of this process; over there the warmup would not know them.",
+                do="Leave model= and optimizer= out, or decorate the function in the process that calls it.",
+            )
+        return PipelineWarmup, (None, self._options), {"depth": self.depth}
+
     @property
     def report(self) -> WarmupReport:
         """The latest report; ``outcome`` is ``"not called"`` while no schedule was called."""

@@ -343,7 +343,7 @@ def test_a_shuffling_loader_draws_what_it_would_have_drawn():
 
     _seed()
     batches = _batches(_shuffled())
-    caller = batches._recorders[id(batches._passed)]._random
+    caller = batches._sources[id(batches._passed)]._random
     caller.read()
     torch.rand(3), random.random()  # the pass draws by itself, before and after its first fetch
     next(batches.for_pass(0))
@@ -357,7 +357,7 @@ def test_a_shuffling_loader_draws_what_it_would_have_drawn():
 def test_iterators_that_draw_are_counted():
     """Several of them on one rank may draw in another order than without a warmup, which the log then says."""
     batches = _batches([_shuffled(), iter([1]), _shuffled()], chunks=3)
-    random_of_caller = next(iter(batches._recorders.values()))._random
+    random_of_caller = next(iter(batches._sources.values()))._random
     random_of_caller.read()
     for chunk in range(3):
         next(batches.for_pass(chunk))
@@ -370,7 +370,7 @@ def test_the_pass_continues_its_own_random_numbers_after_a_fetch():
     """What the pass draws does not depend on what its data drew."""
     _seed()
     batches = _batches(_shuffled())
-    caller = batches._recorders[id(batches._passed)]._random
+    caller = batches._sources[id(batches._passed)]._random
     caller.read()
     torch.manual_seed(7)
     next(batches.for_pass(0))
@@ -394,7 +394,7 @@ def test_the_end_of_the_data_keeps_the_random_numbers_in_order():
 
     _seed()
     batches = _batches(ends())
-    caller = batches._recorders[id(batches._passed)]._random
+    caller = batches._sources[id(batches._passed)]._random
     caller.read()
     with pytest.raises(StopIteration):
         next(batches.for_pass(0))

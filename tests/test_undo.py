@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 import types
-from collections import deque
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from pp_free_warmup._undo import (
-    attributes_kept,
-    contents_kept,
-    emptied,
-    entries_kept,
-    fields_kept,
-    mapping_kept,
-    swapped,
-    tensors_kept,
-)
+from pp_free_warmup._undo import attributes_kept, emptied, refill, swapped, tensors_kept
 
 
 class Base:
@@ -168,7 +163,7 @@ def test_what_lives_elsewhere_is_refused(owner, name, home, move):
     assert getattr(owner, name, None) is before
 
 
-# --- attributes_kept, entries_kept, mapping_kept, contents_kept, fields_kept ---
+# --- attributes_kept, emptied, refill ---
 
 
 def test_kept_attributes_come_back():
@@ -181,53 +176,6 @@ def test_kept_attributes_come_back():
     assert vars(owner) == {"changed": 1, "deleted": 2, "other": 7}
 
 
-def test_kept_entries_come_back():
-    """Of a mapping, only the listed keys."""
-    mapping = {"a": 1, "b": 2}
-    with entries_kept([mapping], ["a", "c"]):
-        mapping.update(a=3, b=4, c=5)
-
-    assert mapping == {"a": 1, "b": 4}
-
-
-def test_a_kept_mapping_has_its_keys_objects_and_order_again():
-    """Also the order, which an inventory or an iteration would show."""
-    value = []
-    mapping = {"a": value, "b": 2}
-    with mapping_kept(mapping):
-        del mapping["a"]
-        mapping.update(c=3, a=[])
-
-    assert list(mapping) == ["a", "b"]
-    assert mapping["a"] is value
-
-
-def test_kept_contents_come_back_into_the_same_containers():
-    """Lists, sets, dicts and deques, nested ones too."""
-    inner = {"x": 1}
-    lists, sets, queue = [inner, 2], {1}, deque([1], maxlen=3)
-    with contents_kept(lists, sets, queue, None):
-        inner["x"] = 5
-        inner["y"] = 6
-        lists.reverse()
-        sets.clear()
-        queue.append(2)
-
-    assert (lists, sets, list(queue), queue.maxlen) == ([{"x": 1}, 2], {1}, [1], 3)
-    assert lists[0] is inner
-
-
-def test_a_container_that_contains_itself_is_kept():
-    """A cycle is walked once."""
-    ring = [1]
-    ring.append(ring)
-    with contents_kept(ring):
-        ring.clear()
-
-    assert ring[0] == 1
-    assert ring[1] is ring
-
-
 def test_an_emptied_container_is_full_again():
     """It is lent empty, the same object; what was put in meanwhile goes."""
     container = [1, 2]
@@ -238,29 +186,78 @@ def test_an_emptied_container_is_full_again():
     assert container == [1, 2]
 
 
-@pytest.mark.parametrize("make", [SimpleNamespace, Slotted])
-def test_kept_fields_come_back(make):
-    """Of objects with a dict or with slots: values, containers and absence."""
-    owner = make()
-    owner.level = [1]
-    with fields_kept(owner):
-        owner.level.append(2)
-        owner.level = None
-
-    assert owner.level == [1]
-    bare = make()
-    with fields_kept(bare):
-        bare.level = 1
-    assert not hasattr(bare, "level")
+CONTAINERS = {
+    "list": ([1, 2, 3], lambda it: it.reverse()),
+    "set": ({1, 2}, lambda it: it.symmetric_difference_update({2, 3})),
+    "dict": ({"a": 1, "b": 2}, lambda it: (it.pop("a"), it.update(c=3, a=4))),
+    "ordered dict": (OrderedDict(a=1, b=2), lambda it: (it.move_to_end("a"), it.update(c=3))),
+    "default dict": (defaultdict(list, a=1), lambda it: it["b"]),
+    "counter": (Counter("ab"), lambda it: it.update("bc")),
+    "deque": (deque([1, 2]), lambda it: (it.append(3), it.popleft())),
+    "bounded deque": (deque([1, 2], maxlen=2), lambda it: it.append(3)),
+}
 
 
-def test_fields_apart_are_left_alone():
-    """What the caller excludes may change."""
-    owner = SimpleNamespace(a=1, b=1)
-    with fields_kept(owner, apart_from=["b"]):
-        owner.a = owner.b = 2
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_is_filled_as_it_was(kind):
+    """The same contents in the same order, in the same object."""
+    container, change = CONTAINERS[kind]
+    before = container.copy()
+    change(container)
+    assert container != before or list(container) != list(before)
+    refill(container, before)
 
-    assert (owner.a, owner.b) == (1, 2)
+    assert (list(container), container) == (list(before), before)
+
+
+class Incomparable:
+    """Has an ``==`` that nobody may call."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        raise AssertionError
+
+
+def test_items_are_compared_by_identity_alone():
+    """A tensor's, an array's or a broken ``==`` is not asked."""
+    items = [Incomparable(), Incomparable()]
+    listed, mapped = list(items), dict(enumerate(items))
+    listed.reverse()
+    mapped[0] = items[1]
+    refill(listed, items)
+    refill(mapped, dict(enumerate(items)))
+
+    assert [id(one) for one in (*listed, *mapped.values())] == [id(one) for one in items] * 2
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, list, set, deque], ids=lambda make: make.__name__)
+def test_a_reader_never_finds_a_container_half_empty(make):
+    """A thread that reads while contents are put back sees every item that was there before and after."""
+    names = [f"field {number}" for number in range(50)]
+    before = make(dict.fromkeys(names)) if issubclass(make, dict) else make(names)
+    shared, stop, short = before.copy(), threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            try:
+                seen = set(shared)
+            except RuntimeError:  # changed during iteration: as every reader of a container has to expect
+                continue
+            if not seen.issuperset(names):
+                short.append(len(seen))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(2000):
+        more = {f"added {number}": 1}
+        shared.update(more) if make in (dict, OrderedDict, set) else shared.extend(more)
+        refill(shared, before)
+    stop.set()
+    reader.join()
+
+    assert short == []
+    assert shared == before
 
 
 # --- tensors_kept ---
@@ -338,7 +335,53 @@ def test_an_inference_tensor_is_kept():
     assert tensor.tolist() == [1, 1]
 
 
-class Unwritable:
+def test_a_tensor_that_overlaps_itself_is_kept():
+    """An expanded buffer, one number for all, and rows that share elements."""
+    expanded, rows = torch.ones(1, 2).expand(4, 2), torch.arange(5.0).as_strided((3, 3), (1, 1))
+    with tensors_kept([expanded, rows]):
+        expanded[0].zero_()
+        rows[2].zero_()
+
+    assert expanded.tolist() == [[1, 1]] * 4
+    assert rows.tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+
+
+def test_memory_that_is_read_only_is_not_written():
+    """A table that is mapped from a file would end the process; a pass cannot have changed it."""
+    array = np.frombuffer(mmap.mmap(-1, 4096, prot=mmap.PROT_READ), dtype=np.float32, count=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch cannot make a read-only tensor of it
+        table = torch.from_numpy(array)
+    with tensors_kept([table]):
+        pass
+
+    assert table.tolist() == [0, 0, 0, 0]
+
+
+def test_tensors_without_strides_are_kept():
+    """Sparse ones, and jagged ones."""
+    sparse = torch.eye(2).to_sparse()
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    with tensors_kept([sparse, jagged]):
+        sparse.mul_(3)
+        jagged.mul_(3)
+
+    assert sparse.to_dense().tolist() == [[1, 0], [0, 1]]
+    assert jagged.values().unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.ones(3), torch.empty(0)], ids=str)
+def test_a_tensor_without_memory_is_passed_over(tensor):
+    """Meta tensors, freed ones and empty ones have no values to keep."""
+    if not tensor.is_meta:
+        tensor.untyped_storage().resize_(0)
+    with tensors_kept([tensor]):
+        pass
+
+    assert tensor.is_meta or tensor.untyped_storage().nbytes() == 0
+
+
+class Unwritable(torch.Tensor):
     """Gives its data while it is saved, and none when it is to be written back."""
 
     reads = 0
@@ -355,7 +398,7 @@ class Unwritable:
 def test_one_tensor_that_cannot_be_written_back_does_not_stop_the_others():
     """Its error comes out, once the others have their values."""
     first, last = torch.ones(1), torch.ones(1)
-    with pytest.raises(RuntimeError, match="gone"), tensors_kept([first, Unwritable(), last]):
+    with pytest.raises(RuntimeError, match="gone"), tensors_kept([first, torch.ones(1).as_subclass(Unwritable), last]):
         first.zero_()
         last.zero_()
 

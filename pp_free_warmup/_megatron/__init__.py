@@ -10,13 +10,7 @@ from pp_free_warmup._megatron.combined import combined_backward, combined_forwar
 from pp_free_warmup._megatron.contract import check_contract
 from pp_free_warmup._megatron.data_parallel import bucket_fields, bucket_groups
 from pp_free_warmup._megatron.features import (
-    FUSED,
-    MADE_FOR_FUSED,
-    SIZES_FOR_FUSED,
-    attention_maxima,
     checkpointing_flag,
-    deferred_embeddings,
-    fusing,
     graph_slots,
     offload_plan,
     over_budget_flags,
@@ -25,7 +19,6 @@ from pp_free_warmup._megatron.features import (
     router_replays,
     router_tracer,
     stash_plan,
-    with_fused_parts,
 )
 from pp_free_warmup._megatron.groups import (
     Groups,
@@ -80,21 +73,17 @@ from pp_free_warmup._megatron.training import (
 )
 
 __all__ = [
-    "FUSED",
     "INTERLEAVED",
-    "MADE_FOR_FUSED",
     "NO_PIPELINING",
     "REQUIRED_KEYWORDS",
     "RERUN_MACHINE",
     "SCHEDULE_NAMES",
-    "SIZES_FOR_FUSED",
     "Groups",
     "Shape",
     "Slot",
     "TrackerContents",
     "activation_records",
     "arriving_shape",
-    "attention_maxima",
     "backward_step",
     "bucket_fields",
     "bucket_groups",
@@ -105,10 +94,8 @@ __all__ = [
     "combined_forward",
     "communicator_of",
     "config_of",
-    "deferred_embeddings",
     "exchange",
     "forward_step",
-    "fusing",
     "generation_of",
     "graph_slots",
     "groups_of",
@@ -149,6 +136,5 @@ __all__ = [
     "timers_in_use",
     "transfers_counted",
     "unwrapped",
-    "with_fused_parts",
     "without_gradient_sync",
 ]

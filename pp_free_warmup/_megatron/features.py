@@ -15,10 +15,6 @@ from megatron.core.transformer.module import MegatronModule
 from pp_free_warmup._megatron.trackers import MOE, Slot, loaded, named
 
 CUDA_GRAPHS = "megatron.core.transformer.cuda_graphs"
-# Where a module keeps its fused form: a tuple, so as not to be registered (0.15 on, the last two 0.18 and 0.19).
-FUSED = ("_fused_impl", "_fused_ops", "_norm_seq", "_fused_grouped_swiglu_ops")
-MADE_FOR_FUSED = ("_recipe", "_fused_grouped_swiglu_recipe", "_fused_grouped_swiglu_unit_scale")
-SIZES_FOR_FUSED = "_fused_grouped_swiglu_tokens_per_expert"
 OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 RANDOM = "megatron.core.tensor_parallel.random"
 Modules = Iterable[torch.nn.Module]
@@ -58,21 +54,6 @@ def over_budget_flags(modules: Modules) -> Iterator[torch.Tensor]:
 def router_tracer() -> Any:
     """Return the tracer that writes routing decisions to a file, or None (0.19)."""
     return named(f"{MOE}.router_trace", "_MOE_ROUTER_TRACER")
-
-
-def attention_maxima(modules: Modules) -> Iterator[torch.nn.Module]:
-    """Yield the modules that keep the largest attention logit since the last optimizer step (0.16 on)."""
-    return (module for module in modules if "current_max_attn_logits" in vars(module))
-
-
-def deferred_embeddings(modules: Modules) -> Iterator[list[torch.Tensor]]:
-    """Yield the lists of activations and gradients whose weight gradient the schedule computes at its end.
-
-    The model and its output layer share each list, so it cannot be exchanged, only emptied.
-    """
-    names = ("embedding_activation_buffer", "grad_output_buffer")
-    held = [vars(module)[name] for module in modules for name in names if name in vars(module)]
-    yield from {id(buffer): buffer for buffer in held if isinstance(buffer, list)}.values()
 
 
 def offload_plan() -> Iterator[Slot]:
@@ -119,20 +100,6 @@ def checkpointing_flag() -> Iterator[tuple[Any, tuple[str, ...]]]:
     random = loaded(RANDOM)
     if hasattr(random, "IS_CHECKPOINTING"):
         yield random, ("IS_CHECKPOINTING",)
-
-
-def fusing(modules: Modules) -> Iterator[torch.nn.Module]:
-    """Yield the modules that have a fused form, or will have one after their first forward."""
-    return (module for module in modules if any(name in vars(module) for name in FUSED))
-
-
-def with_fused_parts(modules: Modules) -> Iterator[torch.nn.Module]:
-    """Yield *modules*, and those inside their fused forms, which ``Module.modules()`` does not reach."""
-    modules = list(modules)
-    yield from modules
-    for module in fusing(modules):
-        for fused in (part for name in FUSED for part in vars(module).get(name) or ()):
-            yield from fused.modules()
 
 
 def _no_handler(*_arguments: Any, **_named: Any) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
+from pp_free_warmup._undo import refill
+
 State = torch.Tensor | torch.Generator
 """What a tracker keeps per name: the bytes, or (graph-safe trackers) a generator."""
 
@@ -66,13 +68,9 @@ def set_tracker(contents: TrackerContents) -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = contents.initialized
     if contents.tracker is None:
         return
-    vars(contents.tracker).clear()
-    vars(contents.tracker).update(contents.fields)
-    states, seeds = contents.fields.get("states_", {}), contents.fields.get("seeds_", set())
-    states.clear()
-    states.update({name: state for name, (state, _) in contents.states.items()})
-    seeds.clear()
-    seeds.update(contents.seeds)
+    refill(vars(contents.tracker), contents.fields)
+    refill(contents.fields.get("states_", {}), {name: state for name, (state, _) in contents.states.items()})
+    refill(contents.fields.get("seeds_", set()), contents.seeds)
     with ExitStack() as each:
         for home, active in contents.active:
             each.callback(setattr, home, ACTIVE, active)
@@ -90,4 +88,5 @@ def write_bytes(state: State, saved: torch.Tensor) -> None:
     if isinstance(state, torch.Generator):
         state.set_state(saved)
     else:
-        state.copy_(saved)
+        with torch.inference_mode():  # it is an inference tensor where log-probs drew last
+            state.copy_(saved)

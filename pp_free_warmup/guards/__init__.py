@@ -1,5 +1,9 @@
 """What the warmup puts back, one file per concern.
 
+Whatever lies in a field or a container of a module, of a plain object that hangs on one, or of what the
+forward step holds, comes back by the one rule of `fields`. A guard is for the rest: state outside
+modules, values of tensors, and what has to be out of the way during the pass.
+
 To add a guard:
 
 1. write ``guards/<concern>.py``: one generator of that name that saves, yields and puts back,
@@ -11,11 +15,10 @@ To add a guard:
 Then run ``pytest tests/guards tests/test_docs.py``: it names the step that was forgotten. A guard of
 your own, outside this library, goes into ``pipeline_warmup(extra_guards=[...])`` instead.
 
-Three moves only, all in `pp_free_warmup._undo`: *lend* another object and give the old one back
-(``swapped``, ``lent``), *copy* tensors or contents and write them back in place (``tensors_kept``,
-``contents_kept``, ``entries_kept``, ``attributes_kept``, ``fields_kept``), *read and set* (random
-numbers). Clearing is not putting back. Guards never communicate: ranks may hold different state, and a collective
-that only some ranks reach hangs the job.
+Four moves only: *lend* another object and give the old one back (``swapped``, ``lent``), *copy* tensors and
+write them back in place (``tensors_kept``), *keep* what lies where (``structure_kept``, ``attributes_kept``),
+*read and set* (random numbers). Clearing is not putting back. Guards never communicate: ranks may hold
+different state, and a collective that only some ranks reach hangs the job.
 """
 
 from __future__ import annotations
@@ -26,25 +29,19 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from pp_free_warmup._call import Guard, ScheduleCall
-from pp_free_warmup.errors import RestoreFailed
+from pp_free_warmup._values import keep_parameters
+from pp_free_warmup.errors import RestoreFailed, TraceFound
 from pp_free_warmup.guards.activation_logs import activation_logs
 from pp_free_warmup.guards.activation_offload import activation_offload
-from pp_free_warmup.guards.buffers import buffers
-from pp_free_warmup.guards.config_fields import config_fields
 from pp_free_warmup.guards.cuda_graphs import cuda_graphs
-from pp_free_warmup.guards.current_microbatch import current_microbatch
 from pp_free_warmup.guards.ddp_buckets import ddp_buckets
-from pp_free_warmup.guards.deferred_wgrad import deferred_wgrad
-from pp_free_warmup.guards.first_microbatch import first_microbatch
+from pp_free_warmup.guards.fields import fields
 from pp_free_warmup.guards.fp8_state import fp8_state
-from pp_free_warmup.guards.fused_operations import fused_operations
 from pp_free_warmup.guards.gradients import gradients
 from pp_free_warmup.guards.loss_scales import loss_scales
 from pp_free_warmup.guards.loss_trackers import loss_trackers
 from pp_free_warmup.guards.nvtx_ranges import nvtx_ranges
 from pp_free_warmup.guards.paged_stash import paged_stash
-from pp_free_warmup.guards.parameters import parameters
-from pp_free_warmup.guards.qk_clip import qk_clip
 from pp_free_warmup.guards.recompute_flags import recompute_flags
 from pp_free_warmup.guards.rerun_machine import rerun_machine
 from pp_free_warmup.guards.rng import rng
@@ -53,25 +50,20 @@ from pp_free_warmup.guards.router_random import router_random
 from pp_free_warmup.guards.router_replay import router_replay
 from pp_free_warmup.guards.router_trace import router_trace
 from pp_free_warmup.guards.sequence_statistics import sequence_statistics
-from pp_free_warmup.guards.shared_experts import shared_experts
-from pp_free_warmup.guards.stage_inputs import stage_inputs
 from pp_free_warmup.guards.straggler_timer import straggler_timer
 from pp_free_warmup.guards.timers import timers
+from pp_free_warmup.guards.values import values
 
-__all__ = ["GUARDS", "Guard", "ScheduleCall", "guarded"]
+__all__ = ["GUARDS", "Guard", "ScheduleCall", "guarded", "keep_parameters"]
 
 Entered = tuple[str, AbstractContextManager[None]]
 
 GUARDS: tuple[Guard, ...] = (
     rng,  # first in, last out: saving and putting back the others may draw numbers
-    config_fields,  # before the guards that lend a field of a config
-    parameters,  # before the guards that lend an attribute of a parameter
+    fields,  # the rule for all modules; before the guards that lend one of their fields
+    values,
     gradients,
     ddp_buckets,
-    buffers,
-    first_microbatch,
-    current_microbatch,
-    stage_inputs,
     timers,
     rerun_machine,
     loss_scales,
@@ -80,11 +72,7 @@ GUARDS: tuple[Guard, ...] = (
     router_random,
     router_budget,
     router_trace,
-    shared_experts,
-    qk_clip,
     fp8_state,
-    fused_operations,
-    deferred_wgrad,
     activation_offload,
     paged_stash,
     cuda_graphs,
@@ -107,6 +95,7 @@ def guarded(call: ScheduleCall, extra: Iterable[Guard] = ()) -> Iterator[None]:
     Raises:
         RestoreFailed: One or more guards could not put their state back. All others did. The first
             failure is the cause; an error of the block itself is the context.
+        TraceFound: The pass wrote to something that no guard keeps; all else was put back.
         Exception: What a guard raised while saving, once those entered before it are undone; or
             what the block raised, once all are undone.
     """
@@ -133,6 +122,8 @@ def _leave(entered: list[Entered], error: BaseException | None) -> None:
         except BaseException as failure:  # noqa: BLE001 - raised below, once the others are restored too
             if failure is not error:
                 failures.append((name, failure))
+    if len(failures) == 1 and isinstance(failures[0][1], TraceFound):
+        raise failures[0][1]
     if failures:
         raise _restore_failed(failures) from failures[0][1]
 

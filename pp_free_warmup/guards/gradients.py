@@ -1,60 +1,59 @@
-"""Gradients: ``main_grad`` of Megatron's buffers, and ``grad`` of autograd."""
+"""Gradients of parameters, accumulated ones included."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import entries_kept
 
-Layout = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+LARGE = 64 * 2**20  # bytes; for more, a look at the values costs less than as much memory again
 
 
 @contextmanager
 def gradients(call: ScheduleCall) -> Iterator[None]:
-    """Accumulate the pass's gradients into scratch memory, so that the real ones are never written.
+    """Accumulate the pass's gradients where the real ones are not, so that those are never lost.
 
-    Zeroing them afterwards would lose gradients accumulated before the call and, where gradients
-    share their buffer with MXFP8 parameters, the parameters.
+    Zeroing them all afterwards would lose gradients accumulated before the call and, where gradients
+    share their buffer with MXFP8 parameters, the parameters. A large one whose every bit is zero may
+    be written, since zeroing is then to put back: a vocabulary of 129 000 rows needs no second copy.
 
     Changed by: backward: a fused weight gradient and DDP's hooks add to ``main_grad``, autograd to ``grad``.
-    Put back by: lending every ``main_grad`` one scratch buffer per dtype and device, as large as the largest.
+    Put back by: lending every other ``main_grad`` one scratch buffer per dtype and device, as large as the largest.
     Missed by: the first step's gradients; its loss does not show it.
     """
-    parameters = list(call.parameters())
-    owners = [vars(p) for p in parameters if vars(p).get("main_grad") is not None]
-    layouts = [_layout(owner["main_grad"]) for owner in owners]
-    scratch = _scratch(set(layouts))
-    with _without_grad(parameters), entries_kept(owners, ("main_grad",)):
-        for owner, layout in zip(owners, layouts, strict=True):
-            owner["main_grad"] = scratch[layout]
-        yield
-
-
-def _layout(main: torch.Tensor) -> Layout:
-    return main.dtype, main.device, main.size(), main.stride()
-
-
-def _scratch(layouts: Collection[Layout]) -> dict[Layout, torch.Tensor]:
-    """Return a view for each layout; those of one dtype and device share a buffer, as large as the largest."""
-    extents: dict[tuple[torch.dtype, torch.device], int] = {}
-    for dtype, device, size, stride in layouts:
-        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        extents[dtype, device] = max(extent, extents.get((dtype, device), 0))
-    buffers = {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in extents.items()}
-    return {layout: buffers[layout[:2]].as_strided(*layout[2:]) for layout in layouts}
-
-
-@contextmanager
-def _without_grad(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    before = [parameter.grad for parameter in parameters]
+    grads = [(parameter, parameter.grad) for parameter in call.parameters()]
+    mains = [(vars(one), vars(one)["main_grad"]) for one, _ in grads if vars(one).get("main_grad") is not None]
+    zeros = {id(main): main for _, main in mains if _is_large_and_zero(main)}
+    views, call.taken["gradients"] = _scratch([main for _, main in mains if id(main) not in zeros])
     try:
-        for parameter in parameters:
+        for parameter, _ in grads:
             parameter.grad = None
+        for fields, main in mains:
+            fields["main_grad"] = views.get(id(main), main)
         yield
     finally:
-        for parameter, grad in zip(parameters, before, strict=True):
+        for fields, main in mains:
+            fields["main_grad"] = main
+        for parameter, grad in grads:
             parameter.grad = grad
+        for zero in zeros.values():
+            zero.detach().zero_()
+
+
+def _is_large_and_zero(gradient: torch.Tensor) -> bool:
+    large = gradient.nbytes > LARGE and gradient.is_contiguous()
+    return large and not bool(gradient.detach().view(torch.uint8).any())
+
+
+def _scratch(mains: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], int]:
+    """Return a view per gradient, by its id, and their bytes: one buffer per dtype and device, as large as needed."""
+    extents: dict[tuple[torch.dtype, torch.device], int] = {}
+    for main in mains:
+        extent = 1 + sum((n - 1) * step for n, step in zip(main.size(), main.stride(), strict=True))
+        extents[main.dtype, main.device] = max(extent, extents.get((main.dtype, main.device), 0))
+    buffers = {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in extents.items()}
+    views = {id(main): buffers[main.dtype, main.device].as_strided(main.size(), main.stride()) for main in mains}
+    return views, sum(buffer.nbytes for buffer in buffers.values())

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import contents_kept
+from pp_free_warmup._structure import structure_kept
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def nvtx_ranges(_call: ScheduleCall) -> Iterator[None]:
     """
     ranges = megatron.nvtx_ranges()
     before = len(ranges)
-    with contents_kept(ranges):
+    with structure_kept(ranges):
         try:
             yield
         finally:

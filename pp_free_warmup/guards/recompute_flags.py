@@ -9,7 +9,8 @@ from itertools import chain
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _transformer_engine as te
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import attributes_kept, contents_kept
+from pp_free_warmup._structure import structure_kept
+from pp_free_warmup._undo import attributes_kept
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def recompute_flags(_call: ScheduleCall) -> Iterator[None]:
     Missed by: a run that goes on after a failed warmup and takes every layer for a recomputed one.
     """
     with ExitStack() as kept:
-        kept.enter_context(contents_kept(te.recompute_queue()))
+        kept.enter_context(structure_kept(te.recompute_queue()))
         for owner, names in chain(megatron.checkpointing_flag(), te.recompute_flags()):
             kept.enter_context(attributes_kept(owner, names))
         yield

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import attributes_kept, mapping_kept, swapped
+from pp_free_warmup._structure import structure_kept
+from pp_free_warmup._undo import attributes_kept, swapped
 
 
 @contextmanager
@@ -24,11 +24,7 @@ def rerun_machine(call: ScheduleCall) -> Iterator[None]:
     module, validator = megatron.rerun_module(), megatron.rerun_validator()
     with ExitStack() as lent:
         lent.enter_context(attributes_kept(module, [megatron.RERUN_MACHINE]))
-        if not isinstance(validator, type):
-            lent.enter_context(mapping_kept(vars(validator)))
-            for name, value in dict(vars(validator)).items():
-                if isinstance(value, dict):
-                    lent.enter_context(swapped(validator, name, copy.copy(value)))
+        lent.enter_context(structure_kept(validator))
         lent.enter_context(swapped(validator, "validate_result", _no_judgement))
         yield
 

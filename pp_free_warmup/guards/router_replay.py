@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import fields_kept, tensors_kept
+from pp_free_warmup._structure import structure_kept
+from pp_free_warmup._undo import tensors_kept
 
 
 @contextmanager
@@ -19,10 +20,7 @@ def router_replay(call: ScheduleCall) -> Iterator[None]:
     Put back by: copying the static buffer, and keeping every field and the list's contents.
     Missed by: the backward of the first microbatch, which finds the second one's choices or none.
     """
-    replays = list(megatron.router_replays(call.modules()))
+    replays = list(megatron.router_replays(call.reached()))
     buffers = [replay.static_buffer for replay in replays if getattr(replay, "static_buffer", None) is not None]
-    with ExitStack() as kept:
-        kept.enter_context(tensors_kept(buffers))
-        for replay in replays:
-            kept.enter_context(fields_kept(replay))
+    with tensors_kept(buffers), structure_kept(*replays):
         yield

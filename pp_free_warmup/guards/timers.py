@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._call import ScheduleCall
-from pp_free_warmup._undo import mapping_kept, swapped
+from pp_free_warmup._structure import structure_kept
+from pp_free_warmup._undo import swapped
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def timers(call: ScheduleCall) -> Iterator[None]:
     with ExitStack() as kept:
         for found in megatron.timers_in_use(configs):
             for record in megatron.timer_records(found):
-                kept.enter_context(mapping_kept(record))
+                kept.enter_context(structure_kept(record))
         for config in configs:
             kept.enter_context(swapped(config, "timers", None))
         yield

@@ -12,6 +12,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_free_warmup import _megatron as megatron
+from pp_free_warmup import guards
 from pp_free_warmup._call import Guard, ScheduleCall
 from pp_free_warmup._random import CallerRandom
 
@@ -37,6 +38,18 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.guard.__name__}-{self.variant}" if self.variant else self.guard.__name__
+
+
+def with_fields(guard: Guard) -> Guard:
+    """Return a guard inside the rule for fields, for one that keeps what the rule leaves out."""
+
+    @contextmanager
+    def both(call: ScheduleCall) -> Iterator[None]:
+        with guards.fields(call), guard(call):
+            yield
+
+    both.__name__ = guard.__name__
+    return both
 
 
 class Same:

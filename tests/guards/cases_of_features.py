@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 import transformer_engine_like as te_like
-from case import Case, Same, call_of
+from case import Case, Same, call_of, with_fields
 from megatron.core import utils
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_token_prediction
@@ -626,10 +626,10 @@ CASES = (
     Case(guards.router_random, _seeded_call, _generator, _route_at_random, variant="seeded"),
     Case(guards.router_budget, _budgeted_call, _flags, _exceed),
     Case(guards.router_trace, _traced_call, _tracer, _stop_or_start),
-    Case(guards.qk_clip, _clipped_call, _maxima, _attend),
+    Case(guards.fields, _clipped_call, _maxima, _attend, variant="attention maxima"),
     *(
         Case(
-            guards.fp8_state,
+            with_fields(guards.fp8_state),
             lambda stack, version=version, trained=trained: _fp8_call(stack, version, trained),
             _fp8,
             _fp8_step,
@@ -638,10 +638,10 @@ CASES = (
         for version in ((2, 8), (2, 14), (2, 20))
         for trained in (False, True)
     ),
-    Case(guards.fused_operations, _fused_call, _fused, _fuse),
-    Case(guards.shared_experts, _sharing_call, _half_way, _stop_half_way),
-    Case(guards.deferred_wgrad, _deferring_call, _deferred, _defer),
-    Case(guards.activation_offload, _offloading_call, _offloading, _plan_offloading),
+    Case(guards.fields, _fused_call, _fused, _fuse, variant="fused operations"),
+    Case(guards.fields, _sharing_call, _half_way, _stop_half_way, variant="shared experts"),
+    Case(guards.fields, _deferring_call, _deferred, _defer, variant="weight gradients"),
+    Case(with_fields(guards.activation_offload), _offloading_call, _offloading, _plan_offloading),
     Case(guards.paged_stash, _stashing_call, _stashing, _plan_stashing),
     Case(guards.cuda_graphs, _graphed_call, _graphs, _graph),
     Case(guards.recompute_flags, _recomputing_call, _phase, _recompute),

@@ -7,8 +7,9 @@ import sys
 from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
-from case import Case, Same, alone, call_of
+from case import Case, Same, alone, call_of, with_fields
 from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -17,7 +18,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pp_free_warmup import guards
-from pp_free_warmup._undo import entries_kept, swapped
+from pp_free_warmup._undo import swapped
 from pp_free_warmup.testing import cuda_on_cpu
 
 # --- rng ---
@@ -258,8 +259,8 @@ def _timed_call(stack):
     timers = Timers(2, "max")
     loop = ModuleType("megatron.training.global_vars")  # the wheels of 0.16 and before do not ship it
     loop._GLOBAL_TIMERS = timers
-    stack.enter_context(entries_kept([sys.modules], [loop.__name__]))
-    sys.modules[loop.__name__] = loop
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setitem(sys.modules, loop.__name__, loop)
     timers("interval").start()
     timers("batch").start()
     timers("batch").stop()
@@ -340,16 +341,16 @@ def _overwrite(call):
 CASES = (
     Case(guards.rng, _rng_call, _generators, _draw, variant="bytes"),
     Case(guards.rng, _graph_safe_rng_call, _generators, _draw, variant="graph-safe"),
-    Case(guards.parameters, _accumulating_call, _attributes, _mark),
+    Case(guards.fields, _accumulating_call, _attributes, _mark, variant="parameters"),
     Case(guards.gradients, _accumulating_call, _gradients, _accumulate),
     Case(guards.ddp_buckets, ddp_call, _buckets, _backward_without_no_sync),
     Case(guards.ddp_buckets, _gathering_ddp_call, _buckets, _backward_without_no_sync, variant="gathering"),
-    Case(guards.buffers, lambda stack: call_of(Counting()), _buffers, lambda call: call.chunks[0]()),
-    Case(guards.first_microbatch, _layers_call, _layers, _clear_first),
-    Case(guards.current_microbatch, _layers_call, _layers, _number),
-    Case(guards.stage_inputs, _layers_call, _layers, _hand_over),
+    Case(with_fields(guards.values), lambda stack: call_of(Counting()), _buffers, lambda call: call.chunks[0]()),
+    Case(guards.fields, _layers_call, _layers, _clear_first, variant="first microbatch"),
+    Case(guards.fields, _layers_call, _layers, _number, variant="current microbatch"),
+    Case(guards.fields, _layers_call, _layers, _hand_over, variant="stage inputs"),
     Case(guards.timers, _timed_call, _times, _time),
     Case(guards.rerun_machine, _judged_call, _judgements, _judge),
     Case(guards.rerun_machine, _unjudged_call, _judgements, _judge, variant="absent"),
-    Case(guards.config_fields, _hooked_call, _fields, _overwrite),
+    Case(guards.fields, _hooked_call, _fields, _overwrite, variant="config"),
 )

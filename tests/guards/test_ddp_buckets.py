@@ -11,7 +11,7 @@ from case import Communication
 from cases_of_training import ddp_call
 
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup.guards import ddp_buckets, gradients, parameters
+from pp_free_warmup.guards import ddp_buckets, fields, gradients
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def _pass(call):
 
 def test_a_pass_gathers_no_parameters_and_reduces_no_gradients(gathering):
     """Forward pre-hooks and backward hooks run, and find nothing to do."""
-    with parameters(gathering), gradients(gathering), ddp_buckets(gathering), Communication() as communication:
+    with fields(gathering), gradients(gathering), ddp_buckets(gathering), Communication() as communication:
         _pass(gathering)
 
     assert communication.operators == []
@@ -48,7 +48,7 @@ def test_the_real_step_communicates_as_if_there_had_been_no_pass(gathering):
     """The same gathers and reductions in the same order."""
     with Communication() as without:
         _step(gathering.chunks[0])
-    with parameters(gathering), gradients(gathering), ddp_buckets(gathering):
+    with fields(gathering), gradients(gathering), ddp_buckets(gathering):
         _pass(gathering)
     with Communication() as after:
         _step(gathering.chunks[0])
@@ -62,7 +62,7 @@ def test_a_gather_under_way_is_still_under_way_afterwards(gathering):
     group = gathering.chunks[0].bucket_groups[-1]
     group.start_param_sync()
     handle = group.param_gather_handle
-    with parameters(gathering), gradients(gathering), ddp_buckets(gathering):
+    with fields(gathering), gradients(gathering), ddp_buckets(gathering):
         assert group.param_gather_handle is None
         _pass(gathering)
 
@@ -76,7 +76,7 @@ def test_a_callers_own_no_sync_stays_in_force(gathering):
     """The pass's ``no_sync`` ends inside the caller's, which Megatron would end with it."""
     groups = gathering.chunks[0].bucket_groups
     with gathering.chunks[0].no_sync():
-        with parameters(gathering), gradients(gathering), ddp_buckets(gathering):
+        with fields(gathering), gradients(gathering), ddp_buckets(gathering):
             _pass(gathering)
             assert all(group.is_last_microbatch for group in groups)
         assert not any(group.is_last_microbatch for group in groups)
@@ -87,7 +87,7 @@ def test_accumulated_gradients_are_not_reduced_away(gathering):
     ddp = gathering.chunks[0]
     _step(ddp)
     expected = [parameter.main_grad.clone() for parameter in ddp.parameters()]
-    with parameters(gathering), gradients(gathering), ddp_buckets(gathering):
+    with fields(gathering), gradients(gathering), ddp_buckets(gathering):
         _pass(gathering)
     assert [p.main_grad.tolist() for p in ddp.parameters()] == [grad.tolist() for grad in expected]
     _step(ddp)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformer_engine_like as te_like
-from case import alone, call_of
+from case import alone, call_of, with_fields
 from cases_of_features import MOE, OFFLOAD, plain, real
 from megatron.core import parallel_state, utils
 from megatron.core.pipeline_parallel import schedules
@@ -72,7 +72,7 @@ def _fp8_run(version, warm, guarded=True):
         model, other = torch.nn.Sequential(te_like.Layer(), te_like.Operation()), te_like.Layer()
         te_like.autocast(manager, [other], torch.ones(2))
         if warm:
-            with during(guards.fp8_state, call_of(model), guarded):
+            with during(with_fields(guards.fp8_state), call_of(model), guarded):
                 te_like.autocast(manager, model, torch.full((2,), 90.0))
         outputs = [te_like.autocast(manager, [*model, other], torch.full((2,), step)) for step in (1.0, 5.0)]
         state = te_like.state_of(manager)
@@ -160,7 +160,7 @@ def test_offloading_learns_no_plan_from_the_pass(guarded, stack):
     stack.enter_context(swapped(offload.PipelineOffloadManager, "OFFLOAD_MGR", manager))
     interface = offload.FineGrainedActivationOffloadingInterface
     tensor = torch.ones(2)
-    with during(guards.activation_offload, call_of(plain()), guarded):
+    with during(with_fields(guards.activation_offload), call_of(plain()), guarded):
         offload.PipelineOffloadManager.get_instance().init_model_chunk_offload_handler(*_first_of_two_chunks())
         started = offload.fine_grained_offloading_group_start(tensor, "layer")
         if guarded:
@@ -182,7 +182,7 @@ def test_the_offload_manager_of_the_pass_empties_no_cache(guarded, stack, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     stack.enter_context(swapped(offload.PipelineOffloadManager, "OFFLOAD_MGR", None))
-    with during(guards.activation_offload, call_of(plain()), guarded):
+    with during(with_fields(guards.activation_offload), call_of(plain()), guarded):
         offload.PipelineOffloadManager.get_instance()
     if not guarded:
         offload.PipelineOffloadManager.OFFLOAD_MGR = None
@@ -225,7 +225,7 @@ def test_the_step_finds_as_many_gradients_as_activations(guarded, stack):
     """Megatron clears one of the two lists before a step; a leftover in the other ends the step."""
     call = _deferring_model()
     model = call.chunks[0]
-    with during(guards.deferred_wgrad, call, guarded):
+    with during(guards.fields, call, guarded):
         model(torch.ones(2, 1, 4, requires_grad=True)).sum().backward()
     schedules.clear_embedding_activation_buffer(call.config, [model], True)
     model(torch.ones(2, 1, 4, requires_grad=True)).sum().backward()
@@ -281,7 +281,7 @@ def test_shared_experts_are_idle_after_a_pass_that_failed(guarded):
     layer.use_shared_expert_gate, layer.cached_fc1_input = False, None
     layer._overlap_state = shared_experts.SharedExpertState.IDLE
     begin = partial(shared_experts.SharedExpertMLP.pre_forward_comm, layer, wait_current_stream=False)
-    with pytest.raises(MemoryError), during(guards.shared_experts, call_of(layer), guarded):
+    with pytest.raises(MemoryError), during(guards.fields, call_of(layer), guarded):
         begin(torch.ones(2, requires_grad=True))
         raise MemoryError
 
@@ -304,7 +304,7 @@ def test_a_made_up_maximum_clips_nothing(guarded):
     layer.self_attention.clip_qk = None
     decoder = SimpleNamespace(layers=[layer])
     chunk = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(decoder=decoder)))
-    with during(guards.qk_clip, call_of(layer), guarded):
+    with during(guards.fields, call_of(layer), guarded):
         attention.current_max_attn_logits = torch.tensor([500.0])
     old = attention.current_max_attn_logits
     attention.current_max_attn_logits = torch.max(torch.tensor([3.0]), torch.tensor([0.0]) if old is None else old)

@@ -72,7 +72,7 @@ def test_gradients_are_missed_by_the_first_steps_gradients(guarded, stack):
 def test_parameters_are_missed_by_gradients_that_are_not_added(guarded, stack):
     """DDP's hook takes the flag for a gradient that a fused kernel has added already."""
     call = ddp_call(stack)
-    with during(guards.parameters, call, guarded):
+    with during(guards.fields, call, guarded):
         for parameter in call.parameters():
             parameter.grad_added_to_main_grad = True
 
@@ -111,7 +111,7 @@ def test_ddp_buckets_are_missed_by_a_gather_in_the_pass(guarded, stack):
 def test_buffers_are_missed_by_what_is_counted_in_them(guarded, stack):
     """Statistics that a later evaluation, or MoE's balancing, goes by."""
     model = torch.nn.BatchNorm1d(2)
-    with during(guards.buffers, call_of(model), guarded):
+    with during(guards.values, call_of(model), guarded):
         model(torch.randn(4, 2))
     model(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
 
@@ -138,7 +138,7 @@ class CachingLinear(torch.nn.Linear):
 def test_first_microbatch_is_missed_by_weights_that_are_not_cast_again(guarded, stack):
     """They stay as the pass cast them, with its scales."""
     model = CachingLinear()
-    with during(guards.first_microbatch, call_of(model), guarded), swapped(model, "scale", 8.0):
+    with during(guards.fields, call_of(model), guarded), swapped(model, "scale", 8.0):
         model(torch.ones(1, 2))
     model(torch.ones(1, 2))
 
@@ -164,7 +164,7 @@ def test_current_microbatch_is_missed_by_the_layers_number(guarded, stack):
     """It is the number that the schedule wrote last, or none."""
     model = Decoding()
     schedules.set_current_microbatch(model, 3)
-    with during(guards.current_microbatch, call_of(model), guarded):
+    with during(guards.fields, call_of(model), guarded):
         schedules.set_current_microbatch(model, 0)
 
     assert (model.decoder.layers[0].current_microbatch == 3) == guarded
@@ -174,7 +174,7 @@ def test_current_microbatch_is_missed_by_the_layers_number(guarded, stack):
 def test_stage_inputs_are_missed_by_memory(guarded, stack):
     """A made-up activation would live until the next step replaces it."""
     model = Decoding()
-    with during(guards.stage_inputs, call_of(model), guarded):
+    with during(guards.fields, call_of(model), guarded):
         activation = torch.zeros(2)
         model.set_input_tensor(activation)
     alive = weakref.ref(activation)
@@ -254,7 +254,7 @@ def test_config_fields_are_missed_by_what_the_trainer_installed(guarded, stack):
     """A hook that a forward step replaced would stay replaced."""
     call = call_of(torch.nn.Linear(1, 1))
     call.config.finalize_model_grads_func = finalize = lambda: None
-    with during(guards.config_fields, call, guarded):
+    with during(guards.fields, call, guarded):
         call.config.finalize_model_grads_func = None
 
     assert (call.config.finalize_model_grads_func is finalize) == guarded
