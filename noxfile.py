@@ -282,6 +282,18 @@ for _release in SUPPORTED:
     _tests(_release)
 
 
+@nox.session(name="tests-main", python=False, default=False)
+def tests_main(session: nox.Session) -> None:
+    """Run the tests on a git checkout of Megatron-LM: `MEGATRON=path nox -s tests-main`."""
+    checkout = os.environ.get("MEGATRON", "")
+    if not Path(checkout, "megatron", "core").is_dir() or not checkout:
+        session.error(f"set MEGATRON to a checkout of Megatron-LM, one with megatron/core in it; it is {checkout!r}")
+    newest = [release for release in SUPPORTED if release.every_time][-1]
+    first = [str(Path(checkout).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    session.env |= {"PYTHONPATH": os.pathsep.join(first), "PP_FREE_WARMUP_UNTESTED": "allow"}
+    _run(session, newest, "-m", "pytest", *session.posargs)
+
+
 @nox.session(python=False, default=False)
 def matrix(session: nox.Session) -> None:
     """Run the tests with every supported release of megatron-core."""

@@ -26,6 +26,7 @@ class ScheduleCall:
         groups: The process groups that this call uses.
         interleaved: True for the schedule with virtual stages.
         random: The caller's random number generators.
+        schedule: The schedule function, as called.
         kept: Ids of the tensors that a guard puts back by value.
         taken: Bytes of memory that the warmup takes, by what for.
     """
@@ -37,6 +38,7 @@ class ScheduleCall:
     groups: megatron.Groups
     interleaved: bool
     random: CallerRandom
+    schedule: Callable[..., Any] | None = None
     kept: set[int] = field(default_factory=set, init=False, repr=False)
     taken: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _modules: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
@@ -164,6 +166,7 @@ def read_call(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> Sche
         groups=megatron.groups_of(keywords),
         interleaved=interleaved,
         random=CallerRandom(),
+        schedule=schedule,
     )
 
 

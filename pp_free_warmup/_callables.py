@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 STORED = (types.MemberDescriptorType, types.GetSetDescriptorType)
+EMPTY = object()
 # What functools.wraps stores, and what wrapt's proxies do.
 WRAPPED = {"__wrapped__": "wrapped", "_self_wrapper": "wrapper", "_self_instance": "self", "_self_parent": "parent"}
 
@@ -72,6 +73,17 @@ def stored(owner: Any, name: str) -> Any:
     return fields[name] if isinstance(fields, dict) and name in fields else _slot(owner, name)
 
 
+def own_fields(owner: Any) -> dict[str, Any]:
+    """Return what *owner* itself stores, in ``__dict__`` and in slots; run no code of its class."""
+    fields = _slot(owner, "__dict__")
+    fields = dict(fields) if isinstance(fields, dict) else {}
+    for base in type(owner).__mro__:
+        if "__slots__" in base.__dict__:
+            slots = [name for name, slot in base.__dict__.items() if isinstance(slot, types.MemberDescriptorType)]
+            fields |= {name: value for name in slots if (value := _slot(owner, name, EMPTY)) is not EMPTY}
+    return fields
+
+
 def code_of(function: types.FunctionType) -> Iterator[types.CodeType]:
     """Iterate over a function's code and that of the functions and classes defined in it."""
     waiting = [function.__code__]
@@ -81,14 +93,14 @@ def code_of(function: types.FunctionType) -> Iterator[types.CodeType]:
         waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
-def _slot(owner: Any, name: str) -> Any:
+def _slot(owner: Any, name: str, absent: Any = None) -> Any:
     for base in type(owner).__mro__:
         if isinstance(base.__dict__.get(name), STORED):
             try:
                 return base.__dict__[name].__get__(owner)
             except Exception:  # noqa: BLE001 - an empty slot, or a proxy that stands for nothing yet
-                return None
-    return None
+                return absent
+    return absent
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[Held]:

@@ -121,9 +121,9 @@ Channel = tuple[str, Any, Callable[[], object]]
 def _pipeline(groups: megatron.Groups, config: Any, wraps: bool) -> Iterator[Channel]:
     if groups.pipeline.size() == 1:
         return
-    communicator = megatron.communicator_of(groups, config)
+    communicator, shape = megatron.communicator_of(groups, config), megatron.probe_shape(config, groups)
     for name, forward in (("forward", True), ("backward", False)):
-        yield name, groups.pipeline, partial(megatron.exchange, communicator, forward=forward, wraps=wraps)
+        yield name, groups.pipeline, partial(megatron.exchange, communicator, shape, forward=forward, wraps=wraps)
 
 
 def _run(pipeline: Iterable[Channel], reductions: Iterable[tuple[str, Any]]) -> ChannelReport:

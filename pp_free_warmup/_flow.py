@@ -2,35 +2,30 @@
 
     save -> vote -> local pass -> put back -> vote -> channels -> vote -> report
 
-No step knows another; this module knows them all.
+Where lengths vary, the stages tell one another after the pass what they sent, and vote on whether
+all run it once more, because some had guessed wrong what they receive. No step knows another; this
+module knows them all.
 """
 
 from __future__ import annotations
 
-import weakref
-from contextlib import ExitStack
+import logging
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from pp_free_warmup import _megatron as megatron
-from pp_free_warmup import _preflight
-from pp_free_warmup._agreement import Ballot, Decision, Tally, Word
-from pp_free_warmup._batches import Batches
-from pp_free_warmup._call import ScheduleCall, refuse_mismatch
+from pp_free_warmup._agreement import FAILURES, Ballot, Call, Decision, Tally, Word
+from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._channels import ChannelReport, prime
+from pp_free_warmup._failures import WENT_ON_COLD, describe, failure, let_go, reasons_of, word_of
 from pp_free_warmup._ledger import Page, kind_of, ledger
-from pp_free_warmup._local_pass import run_local_pass
-from pp_free_warmup._options import Options
-from pp_free_warmup._report import StageReport, Stopwatch, WarmupReport, logger
-from pp_free_warmup._verify import verified
-from pp_free_warmup.errors import RankSilent, RestoreFailed, TraceFound, WarmupError, WarmupFailed
-from pp_free_warmup.guards import guarded
+from pp_free_warmup._options import STRICT, Options
+from pp_free_warmup._rehearsal import Rehearsal
+from pp_free_warmup._report import NOTICE, StageReport, Stopwatch, WarmupReport, logger, say
+from pp_free_warmup._wire import is_wrong, read, text_of, told
+from pp_free_warmup.errors import WarmupError
 
-DRAWN_IN_ANOTHER_ORDER = (
-    "pp_free_warmup: rank %d has %d data iterators that drew random numbers for their first batches; if they draw "
-    "for every batch, a run without the warmup draws in another order, and its batches differ from this run's"
-)
+PASS, CHANNELS = "finish its local pass", "open its channels"
 
 
 class Flow:
@@ -40,17 +35,20 @@ class Flow:
         call: The call.
         options: What the user chose.
         optimizer: Looked at where ``verify`` asks for it, never stepped.
+
+    Attributes:
+        decision: What the vote before the pass decided; None where it did not come to one.
     """
 
     def __init__(self, call: ScheduleCall, options: Options, optimizer: Any = None) -> None:
         self._call = call
-        self._optimizer = optimizer
         self._options = options
         self._kind = kind_of(call.forward_only)
         self._stopwatch = Stopwatch()
-        self._batches = Batches(call)
-        self._ballot = Ballot(call.groups.pipeline, call.groups.stage, options.timeout)
-        self._transfers: list[None] = []
+        model = type(megatron.unwrapped(call.chunks[0])).__name__
+        described = Call(self._kind, len(call.chunks), model)
+        self._ballot = Ballot(call.groups.pipeline, call.groups.stage, options.timeout, described)
+        self._rehearsal = Rehearsal(call, options, optimizer, self._ballot, self._stopwatch, talks=self.speaks)
         self.decision: Decision | None = None
 
     @property
@@ -62,82 +60,78 @@ class Flow:
         """Go through the steps.
 
         Returns:
-            What was done; ``outcome`` is ``"skipped"`` where some rank could or would not.
+            What was done; ``outcome`` is ``"skipped"`` where some rank could or would not, and
+            ``"failed"`` where one failed, all are as before, and the call can go on without a warmup.
 
         Raises:
-            WarmupFailed: A rank failed; this rank's state was put back.
+            WarmupFailed: A rank failed, and the call must not go on; this rank's state was put back.
             RestoreFailed: This rank's state could not be put back.
         """
-        with self._ballot.watching(logger.warning):
+        with self._ballot.watching():
             return self._steps()
-
-    def _steps(self) -> WarmupReport:
-        trouble = self._save_and_pass()
-        decision = self.decision
-        if decision is None:  # the guards could not save: say so where the others wait for the first vote
-            decision = self._ballot.vote(Word.FAILED, describe(trouble))
-            self._raise(trouble, decision)
-        if decision.word is Word.FAILED:
-            self._raise(trouble, decision)
-        if not decision.is_off_everywhere:  # some rank has saved, and has put back by now, or could not
-            word = Word.GO if trouble is None else Word.FAILED
-            ended = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
-            if trouble is not None or ended.word is Word.FAILED:
-                self._raise(trouble, ended)
-        if decision.word not in (Word.GO, Word.WARM):
-            return WarmupReport("skipped", self._kind, reason=reasons_of(decision))
-        return self._open_channels(decision)
 
     def data_iterator(self) -> Any:
         """Return what the real schedule reads from: the caller's iterators, fetched batches first."""
-        return self._batches.for_schedule()
+        return self._rehearsal.batches.for_schedule()
 
-    def _own_word(self) -> tuple[Word, str]:
-        if not self._options.is_on():
-            return Word.OFF, "switched off"
-        refuse_mismatch(self._call)
-        refused = _preflight.refusal(self._call)
-        if refused is not None:
-            return Word.REFUSE, refused.told
-        page = ledger.page(self._call.chunks[0], self._kind)
-        return (Word.WARM if page is not None and page.warm else Word.GO), ""
+    def _steps(self) -> WarmupReport:
+        trouble, began, ended = self._attempt()
+        if ended.word is Word.AGAIN:
+            trouble, began, ended = self._attempt()
+        self.decision = began
+        if ended.word in FAILURES:
+            return self._ended_badly(trouble, ended)
+        if began.word not in (Word.GO, Word.WARM):
+            return WarmupReport("skipped", self._kind, reason=reasons_of(began))
+        return self._open_channels(began)
 
-    def _save_and_pass(self) -> BaseException | None:
-        """Save, take the first vote, run the pass if all go, put back; return what went wrong."""
-        measure = self._stopwatch.measure
-        try:
-            word, reason = self._own_word()
-            with ExitStack() as kept:
-                if word in (Word.GO, Word.WARM):
-                    if self._options.is_verified():
-                        kept.enter_context(verified(self._call, self._optimizer, self._stopwatch))
-                    with measure("save"):
-                        kept.enter_context(guarded(self._call, self._options.extra_guards))
-                        kept.enter_context(self._batches.rewound())
-                with measure("agree"):
-                    self.decision = self._ballot.vote(word, reason)
-                if self.decision.word is Word.GO:
-                    self._pass()
-                with measure("restore"):
-                    kept.close()
-        except RankSilent:
-            raise
-        except BaseException as error:  # noqa: BLE001 - told to the other ranks, then raised by run()
-            return error
-        return None
+    def _attempt(self) -> tuple[BaseException | None, Decision, Decision]:
+        """Rehearse once; return what went wrong here, and what was decided before the pass and after it."""
+        trouble = self._rehearsal.run()
+        began = self._rehearsal.decision
+        if began is None:  # the guards could not save: say so where the others wait for the first vote
+            began = self._say(trouble)
+        if began.word in (Word.FAILED, Word.STOP) or began.is_off_everywhere:
+            return trouble, began, began
+        return trouble, began, self._put_back(trouble, began)  # some rank has saved, and has put back, or could not
 
-    def _pass(self) -> None:
-        if self.speaks:
-            stages = self._call.groups.pipeline.size()
-            logger.warning(
-                "pp_free_warmup: %d stages compile for their first %s call at the same time: compiling, not hung",
-                stages,
-                self._kind,
-            )
-        with self._stopwatch.measure("pass"), ledger.passing(), megatron.transfers_counted() as self._transfers:
-            run_local_pass(self._call, self._batches, self._stopwatch, self._ballot.tell)
-        if self._batches.drawing > 1:
-            logger.warning(DRAWN_IN_ANOTHER_ORDER, torch.distributed.get_rank(), self._batches.drawing)
+    def _say(self, trouble: BaseException | None, *, strictly: bool = True) -> Decision:
+        """Vote on what became of this rank: fine, failed and as before, or failed and not."""
+        word = word_of(trouble)
+        if word is Word.COLD and strictly and self._options.strictness:
+            word = Word.FAILED
+        return self._ballot.vote(word, describe(trouble), {**self._stopwatch.seconds, **self._options.strictness})
+
+    def _put_back(self, trouble: BaseException | None, decision: Decision) -> Decision:
+        """Wait until every rank has put its state back; find out whether to run the pass once more.
+
+        A second pass is not judged by its shapes: where it ran, whatever it compiled for a wrong one
+        is lost time and nothing else.
+        """
+        guessed = self._call.config.variable_seq_lengths and decision.word is Word.GO and self._rehearsal.passes == 1
+        if not guessed:
+            return self._say(trouble)
+        self._ballot.leave(text_of(self._rehearsal.neighbours.passages))
+        ended = self._say(trouble, strictly=False)
+        if ended.word not in (Word.GO, Word.COLD):
+            return ended
+        return self._compare(trouble)
+
+    def _compare(self, trouble: BaseException | None) -> Decision:
+        """Compare what each chunk took with what it is sent; agree on another pass where that may help."""
+        notes = [read(note) for note in self._ballot.left_by_pipeline()]
+        rank = self._call.groups.pipeline.rank()
+        sent = told(notes)[rank]
+        if any(map(is_wrong, notes[rank], sent)):
+            reason = f"took {notes[rank]}, is sent {sent}: {describe(trouble)}"
+            decision = self._ballot.vote(Word.AGAIN, reason, self._options.strictness)
+        else:
+            decision = self._say(trouble)
+        if decision.word is Word.AGAIN:
+            self._rehearsal.prepare_another(sent)
+            if trouble is not None:
+                let_go(trouble)
+        return decision
 
     def _open_channels(self, decision: Decision) -> WarmupReport:
         opened, trouble = ChannelReport(), None
@@ -146,25 +140,28 @@ class Flow:
                 self._ballot.tell("opening channels")
                 with self._stopwatch.measure("channels"):
                     opened = prime(self._call, everything=self._options.channels == "all")
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised on all of them
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised or reported
             trouble = error
-        word = Word.GO if trouble is None else Word.FAILED
-        stages = self._ballot.vote(word, describe(trouble), self._stopwatch.seconds)
-        if stages.word is Word.FAILED:
-            raise self._failure(stages, "open its channels") from trouble
-        self.settle(Page(warm=True, generation=weakref.ref(megatron.generation_of(self._call.keywords))))
+        stages = self._say(trouble)
+        if stages.word is not Word.GO:
+            return self._ended_badly(trouble, stages, CHANNELS)
+        self.settle(Page(warm=True))
+        outcome = "warmed" if decision.word is Word.GO else "primed"
+        is_news = ledger.prime(megatron.generation_of(self._call.keywords), rebuilt=outcome == "primed")
         report = WarmupReport(
-            outcome="warmed" if decision.word is Word.GO else "primed",
+            outcome=outcome,
             kind=self._kind,
             seconds=dict(self._stopwatch.seconds),
             total_s=self._stopwatch.total,
             channels=dict(opened.seconds),
             opened=opened.opened,
-            transfers_in_pass=len(self._transfers),
+            transfers_in_pass=len(self._rehearsal.transfers),
+            passes=self._rehearsal.passes,
+            memory=dict(self._call.taken),
             stages=tuple(map(_stage_report, range(len(stages.stages)), stages.stages)),
         )
         if self.speaks:
-            logger.warning("%s", report.headline())
+            say(report.headline(), NOTICE if is_news else logging.DEBUG)
         return report
 
     def settle(self, page: Page) -> None:
@@ -172,32 +169,35 @@ class Flow:
         first = self._call.chunks[0]
         ledger.write((first, megatron.unwrapped(first)), self._kind, page)
 
-    def _raise(self, trouble: BaseException | None, decision: Decision) -> None:
+    def _ended_badly(self, trouble: BaseException | None, ended: Decision, step: str = PASS) -> WarmupReport:
+        """Go on without a warmup if every rank can and none objects, else raise on all of them.
+
+        A channel that one rank opened and another did not may hold a probe, which the real step would
+        take for an activation: channels must have failed on all ranks.
+        """
+        halfway = step is CHANNELS and any(set(stage.words) != {Word.COLD} for stage in ended.stages)
+        strict = any(STRICT in stage.detail for stage in ended.stages)
+        if ended.word is Word.COLD and (halfway or strict):
+            self._ballot.linger()
+            ended = replace(ended, word=Word.STOP if halfway else Word.FAILED)
+        if ended.word is not Word.COLD:
+            self._raise(trouble, ended, step)
+        if trouble is not None:
+            logger.info("pp_free_warmup: what failed in the warmup on this rank:", exc_info=trouble)
+            let_go(trouble)
+        if self.speaks:
+            say(WENT_ON_COLD % (self._kind, reasons_of(ended)))
+        passes, seconds = self._rehearsal.passes, dict(self._stopwatch.seconds)
+        reason, total = reasons_of(ended), self._stopwatch.total
+        return WarmupReport("failed", self._kind, reason=reason, seconds=seconds, total_s=total, passes=passes)
+
+    def _raise(self, trouble: BaseException | None, decision: Decision, step: str) -> None:
         if isinstance(trouble, WarmupError) or (trouble is not None and not isinstance(trouble, Exception)):
             raise trouble
-        raise self._failure(decision) from trouble
-
-    def _failure(self, decision: Decision, step: str = "finish its local pass") -> WarmupFailed:
-        found = f"{reasons_of(decision)}; expected every rank to {step}."
-        not_undone = (RestoreFailed.__name__, TraceFound.__name__)
-        if any(reason.startswith(not_undone) for _, _, reason in decision.reasons):
-            return WarmupFailed(
-                "The warmup of the pipeline failed, and not every rank could undo it.",
-                found=found,
-                matters="The state of the ranks named is unknown; training from here could silently differ.",
-                do="Stop this run. Start it again with PP_FREE_WARMUP=0 and report the error named above.",
-            )
-        fetched = self._batches.fetched
-        if self._batches.exhausted:
-            data = " A data iterator had no batch for it."
-        else:
-            data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
-        return WarmupFailed(
-            "The warmup of the pipeline failed and was undone.",
-            found=found,
-            matters=f"This call's real step was not run, and this rank's state was put back.{data}",
-            do="Mend the error named above; to run without the warmup, set PP_FREE_WARMUP=0.",
-        )
+        fetched, exhausted = self._rehearsal.batches.fetched, self._rehearsal.batches.exhausted
+        data = f" {fetched} batch(es) fetched on this rank are consumed." if fetched else ""
+        data = " A data iterator had no batch for it." if exhausted else data
+        raise failure(decision, data, step) from trouble
 
 
 def speaks_for(call: ScheduleCall) -> bool:
@@ -205,23 +205,13 @@ def speaks_for(call: ScheduleCall) -> bool:
     return bool(call.groups.pipeline.rank() == 0 and all(group.rank() == 0 for group in call.groups.stage))
 
 
-def describe(error: BaseException | None) -> str:
-    """Return type and text of an error, never its traceback: nothing may keep the model alive."""
-    if error is None:
-        return ""
-    text = f"{error.wrong} {error.found}".rstrip(".") if isinstance(error, WarmupError) else error
-    return f"{type(error).__name__}: {text}"
-
-
 def _stage_report(stage: int, said: Tally) -> StageReport:
+    phases = {phase: spread for phase, spread in said.detail.items() if phase != STRICT}
     return StageReport(
         stage=stage,
         ranks=said.ranks,
-        least={phase: spread.least for phase, spread in said.detail.items()},
-        most={phase: spread.most for phase, spread in said.detail.items()},
+        least={phase: spread.least for phase, spread in phases.items()},
+        most={phase: spread.most for phase, spread in phases.items()},
+        quickest={phase: spread.least_rank for phase, spread in phases.items()},
+        slowest={phase: spread.most_rank for phase, spread in phases.items()},
     )
-
-
-def reasons_of(decision: Decision) -> str:
-    """Name every rank that did not simply go, with what it said."""
-    return "; ".join(f"rank {rank}: {reason}" for rank, _, reason in decision.reasons if reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,29 +28,29 @@ class Page:
 
     Attributes:
         warm: True once it was warmed; False when it was closed without (refused, failed).
-        generation: The pipeline group whose channels were opened, held weakly; None if none were.
         reason: Why it was closed without a warmup, as text.
     """
 
     warm: bool
-    generation: weakref.ref[Any] | None
     reason: str = ""
-
-    def serves(self, group: Any) -> bool:
-        """Tell whether a call in this pipeline group needs nothing: closed, or its channels are open."""
-        alive = None if self.generation is None else self.generation()
-        return not self.warm or (alive is not None and alive is group)
 
 
 class Ledger:
-    """Remember, per model and kind of call, what was done; models are held weakly.
+    """Remember, per model and kind of call, what was done; models and process groups are held weakly.
 
     A model is found under the first chunk as passed and under the same chunk unwrapped, so that a
     second block or decorator that sees it through another wrapper does not warm it again.
+
+    What is remembered of a pipeline group counts for every model and kind: it was decided in a vote, so
+    it is the same on all ranks of that vote, whichever model or kind each of them brought to it. Groups
+    that were rebuilt are others, and start afresh.
     """
 
     def __init__(self) -> None:
         self._pages: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Page]] = weakref.WeakKeyDictionary()
+        self._primed: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._apart: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._has_seen_rebuilt = False
         self._turn = threading.Lock()
         self._running_thread: int | None = None
 
@@ -63,6 +63,41 @@ class Ledger:
         """Write a page under each of the given faces of one model (as passed, unwrapped)."""
         for chunk in chunks:
             self._pages.setdefault(chunk, {})[kind] = page
+
+    def is_settled(self, chunk: torch.nn.Module, kind: str, group: Any) -> bool:
+        """Tell whether a call needs nothing; the whole cost of a warm call.
+
+        Args:
+            chunk: The first chunk, as passed.
+            kind: The kind of call.
+            group: The pipeline group; None where a call has several.
+        """
+        page = self.page(chunk, kind)
+        if page is not None and (not page.warm or group in self._primed):
+            return True
+        return group is not None and kind in self._apart.get(group, ())
+
+    def prime(self, group: Any, *, rebuilt: bool = False) -> bool:
+        """Note that the channels of this pipeline group are open, for every kind that is warm.
+
+        Args:
+            group: The pipeline group.
+            rebuilt: The group replaces an earlier one, and nothing but its channels was opened.
+
+        Returns:
+            Whether that is news: some trainers rebuild their groups at every step.
+        """
+        self._primed.add(group)
+        news = not (rebuilt and self._has_seen_rebuilt)
+        self._has_seen_rebuilt |= rebuilt
+        return news
+
+    def part(self, group: Any, kinds: Iterable[str]) -> None:
+        """Note that ranks of this pipeline group's votes make these kinds of call at different times.
+
+        Whoever voted for one of them again might wait for ranks that do not: nobody votes for it any more.
+        """
+        self._apart[group] = self._apart.get(group, frozenset()) | frozenset(kinds)
 
     @property
     def running(self) -> bool:

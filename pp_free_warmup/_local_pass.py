@@ -18,25 +18,28 @@ from pp_free_warmup._report import Stopwatch
 Told = Callable[[str, int], None]
 
 
-def run_local_pass(call: ScheduleCall, batches: Batches, stopwatch: Stopwatch, told: Told) -> None:
+def run_local_pass(
+    call: ScheduleCall, batches: Batches, neighbours: Neighbours, stopwatch: Stopwatch, told: Told
+) -> None:
     """Run forward and, in a training call, backward of each chunk once, chunk after chunk.
 
     Args:
         call: The schedule call that is being prepared. Its grad mode is the caller's.
         batches: Serves the first batch of each chunk.
+        neighbours: Makes what arrives, and learns what went through.
         stopwatch: Receives ``forward`` and ``backward`` seconds per chunk.
         told: Called with a phase and a number that only rises, before each step: the sign of life.
 
     Raises:
         Exception: Whatever the model, the loss or the forward step raises; nothing is caught here.
     """
-    neighbours = Neighbours(call)
     for index, chunk in enumerate(call.chunks):
         inputs = neighbours.activations(index)
         with megatron.without_gradient_sync(chunk, call.config, index):
             told(f"forward of chunk {index}", 2 * index)
             with stopwatch.measure("forward", index), neighbours.arriving(index, inputs):
                 outputs = _forward(call, batches, index, inputs)
+            neighbours.put_out(index, outputs)
             if call.forward_only:
                 continue
             told(f"backward of chunk {index}", 2 * index + 1)

@@ -11,6 +11,8 @@ from pp_free_warmup.errors import UnsupportedSetup
 
 ENVIRONMENT_SWITCH = "PP_FREE_WARMUP"
 VERIFY_SWITCH = "PP_FREE_WARMUP_VERIFY"
+UNTESTED_SWITCH = "PP_FREE_WARMUP_UNTESTED"
+STRICT = "strict"
 NOT_YET: dict[str, Any] = {"shapes": (), "single_flight": None}
 
 
@@ -23,6 +25,8 @@ class Options:
     extra_guards: Iterable[Any] = ()
     timeout: float | None = None
     on_unsupported: str = "skip"
+    on_failure: str = "continue"
+    activations: Callable[[Any, int], Any] | None = None
     verify: bool = False
     shapes: Iterable[Any] = ()
     single_flight: Any = None
@@ -39,11 +43,18 @@ class Options:
         self._expect("channels", self.channels, self.channels in ("pipeline", "all", None), '"pipeline", "all" or None')
         known = self.on_unsupported in ("skip", "raise")
         self._expect("on_unsupported", self.on_unsupported, known, '"skip" or "raise"')
+        known = self.on_failure in ("continue", "raise")
+        self._expect("on_failure", self.on_failure, known, '"continue" or "raise"')
         given: Any = self.timeout
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         positive = given is None or (number and given > 0)
         self._expect("timeout", given, positive, "seconds above 0, or None for the pipeline group's own")
+        made = self.activations is None or callable(self.activations)
+        self._expect("activations", self.activations, made, "a callable, or None")
         self._expect("verify", self.verify, isinstance(self.verify, bool), "a bool")
+        untested = os.environ.get(UNTESTED_SWITCH) or "allow"
+        known = untested in ("allow", "refuse") or self.is_off_for_good
+        self._expect(UNTESTED_SWITCH, untested, known, '"allow" or "refuse"')
         self._expect("report_to", self.report_to, _is_path(self.report_to), "a path, or None to write no file")
         for name in ("extra_guards", "shapes"):
             value = getattr(self, name)
@@ -63,6 +74,11 @@ class Options:
                 matters="A choice that is silently ignored would look as if it had worked.",
                 do=f"Pass a value that {name} takes, or leave it out.",
             )
+
+    @property
+    def strictness(self) -> dict[str, float]:
+        """What tells the other ranks, with a vote, that this one wants a failure raised: one is enough for all."""
+        return {STRICT: 1.0} if self.on_failure == "raise" else {}
 
     @property
     def is_off_for_good(self) -> bool:

@@ -5,6 +5,10 @@ nobody; but it looks the three schedule functions up in the globals of
 ``megatron.core.pipeline_parallel.schedules`` at every call (0.12 to 0.20-dev). So
 those globals are rebound while at least one block is armed, and the very same
 objects are put back when the last block leaves.
+
+A schedule function that somebody holds already (``from ... import``) is not reached that way. It looks
+`forward_step` up in the same globals; so that name is watched until a schedule is reached, or until the
+first step shows that one was not.
 """
 
 from __future__ import annotations
@@ -39,6 +43,9 @@ class Block(Protocol):
     def run(self, schedule: Schedule, keywords: dict[str, Any]) -> Any:
         """Warm up if that is still to be done, then run the schedule."""
 
+    def passed_by(self) -> None:
+        """Hear that a real step runs, and that no schedule was called while the block was armed."""
+
 
 class _Stay:
     """One stretch of time in which the schedules are patched: wrappers of an earlier stay are inert."""
@@ -46,13 +53,36 @@ class _Stay:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.replaced: dict[str, tuple[Any, Any]] = {}
+        self._watch: Any = None
 
     def through(self, schedule: Schedule, instance: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if not self.blocks:  # the wrapper outlived its block
             return schedule(*args, **keywords)
         refuse_positional(args)
+        self.rest()
         block = next((block for block in reversed(self.blocks) if block.takes(keywords)), None)
         return schedule(**keywords) if block is None else block.run(schedule, keywords)
+
+    def watch(self) -> None:
+        """Notice the next step, unless a schedule is reached before."""
+        module = megatron.schedule_module()
+        if self._watch is None:
+            self._watch = module.forward_step = wrapt.FunctionWrapper(module.forward_step, self._stepped)
+
+    def rest(self) -> None:
+        """Watch no longer: from here on a step costs what it always cost."""
+        if self._watch is not None:
+            with _lock:
+                module, watch, self._watch = megatron.schedule_module(), self._watch, None
+                if watch is not None and module.forward_step is watch:
+                    module.forward_step = watch.__wrapped__
+
+    def _stepped(self, step: Any, instance: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if self._watch is not None:
+            self.rest()
+            for block in [block for block in self.blocks if not block.called]:
+                block.passed_by()
+        return step(*args, **keywords)
 
 
 _lock = threading.RLock()
@@ -65,6 +95,8 @@ def arm(block: Block) -> None:
         if not _stay.blocks:
             _install()
         _stay.blocks.append(block)
+        if not block.called:
+            _stay.watch()
 
 
 def disarm(block: Block, depth: int) -> None:
@@ -80,12 +112,20 @@ def disarm(block: Block, depth: int) -> None:
             return
         del _stay.blocks[place]
         if not _stay.blocks:
+            _stay.rest()
             _remove(depth + 2)
 
 
 def armed() -> list[Block]:
     """Return the blocks that are armed now, the innermost last; one that was entered twice is there twice."""
     return _stay.blocks
+
+
+def reached() -> None:
+    """Let every armed block know that a schedule was called, through whatever door."""
+    _stay.rest()
+    for block in _stay.blocks:
+        block.called = True
 
 
 def original_of(function: Any) -> Schedule | None:

@@ -9,6 +9,7 @@ stage alone may see, which are therefore put to the vote.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._batches import is_readable
 from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._options import UNTESTED_SWITCH
 from pp_free_warmup.errors import NotInitialized, WrongCall
 
 
@@ -76,8 +78,6 @@ def nothing_to_do(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> 
     group = megatron.pipeline_group_of(keywords)
     if hasattr(group, "size") and group.size() == 1:
         return "the pipeline has one stage"
-    if keywords["num_microbatches"] == 0:
-        return "the call has no microbatches"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""
@@ -100,6 +100,14 @@ def _multi_module(call: ScheduleCall) -> Refusal | None:
         return None
     text = f"the pipeline spans several modules ({', '.join(found) or 'a list of pipeline groups'})"
     return Refusal("multi-module", text, "nothing helps yet")
+
+
+def _untested(_call: ScheduleCall) -> Refusal | None:
+    version = megatron.untested_release()
+    if not version or os.environ.get(UNTESTED_SWITCH) != "refuse":
+        return None
+    text = f"megatron-core {version} is not a tested release, and {UNTESTED_SWITCH}=refuse"
+    return Refusal("untested-megatron", text, f"set {UNTESTED_SWITCH}=allow")
 
 
 def _chunks(call: ScheduleCall) -> Refusal | None:
@@ -167,6 +175,21 @@ def _trapping_dispatcher(call: ScheduleCall) -> Refusal | None:
     )
 
 
+def _another_placement(call: ScheduleCall) -> Refusal | None:
+    found = megatron.out_of_place(call.chunks, call.groups)
+    return Refusal("another-placement", found, "nothing helps yet") if found else None
+
+
+def _lazy_parameters(call: ScheduleCall) -> Refusal | None:
+    if not any(torch.nn.parameter.is_lazy(parameter) for parameter in call.parameters()):
+        return None
+    return Refusal(
+        "lazy-parameters",
+        "some parameters are uninitialised: they have no shape before the first forward",
+        "run a forward before the warmup",
+    )
+
+
 def _meta_parameters(call: ScheduleCall) -> Refusal | None:
     if not any(parameter.is_meta for parameter in call.parameters()):
         return None
@@ -203,11 +226,14 @@ def _iterators(call: ScheduleCall) -> Refusal | None:
 Check = Callable[[ScheduleCall], Refusal | None]
 CHECKS_BEFORE_VOTE: tuple[Check, ...] = (_multi_module, _stage_ranks, _no_store)
 CHECKS: tuple[Check, ...] = (
+    _untested,
     _chunks,
     _encoder_decoder,
     _fully_sharded,
     _config_features,
     _trapping_dispatcher,
+    _another_placement,
+    _lazy_parameters,
     _meta_parameters,
     _cached_distillation,
     _pipeline_dtype,

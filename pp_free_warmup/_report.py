@@ -18,6 +18,21 @@ from rich.table import Table
 
 logger = logging.getLogger("pp_free_warmup")
 
+# Just above WARNING: shown where nobody has set up logging, and by trainers that drop what is a WARNING exactly
+# (Megatron-Bridge's `warning_filter`, on by default).
+NOTICE = logging.WARNING + 5
+logging.addLevelName(NOTICE, "NOTICE")
+
+
+def say(line: str, level: int = NOTICE) -> None:
+    """Log one line that the user is to see; it begins with ``pp_free_warmup:``.
+
+    Args:
+        line: The line, as it is to come out.
+        level: ``logging.DEBUG`` for what was said once already.
+    """
+    logger.log(level, "%s", line)
+
 
 class Stopwatch:
     """Seconds per phase, and per model chunk where a phase has chunks."""
@@ -51,19 +66,23 @@ def synchronize_device() -> None:
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage of the pipeline: the smallest and largest seconds per phase over its ranks.
+    """One stage of the pipeline: the smallest and largest seconds per phase over its ranks, and whose they are.
 
     Attributes:
         stage: Position in the pipeline, 0 first.
         ranks: How many ranks of the stage reported.
         least: Seconds per phase (``forward[0]`` is the first chunk's), the quickest rank's.
         most: The same, the slowest rank's.
+        quickest: The global rank that `least` is of, per phase.
+        slowest: The global rank that `most` is of, per phase.
     """
 
     stage: int
     ranks: int
     least: dict[str, float]
     most: dict[str, float]
+    quickest: dict[str, int] = field(default_factory=dict)
+    slowest: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,8 @@ class WarmupReport:
         opened: Those of them that this library had not opened before.
         transfers_in_pass: How often this rank sent to or received from a neighbouring stage during its local
             pass: never, so no stage waited there for another.
+        passes: How many local passes ran: two where a stage had guessed the shape of its activation wrong.
+        memory: Bytes that the warmup itself held during a pass on this rank, by what for; given back since.
     """
 
     outcome: str
@@ -92,6 +113,8 @@ class WarmupReport:
     channels: dict[str, float] = field(default_factory=dict)
     opened: tuple[str, ...] = ()
     transfers_in_pass: int = 0
+    passes: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and floats.
@@ -107,15 +130,14 @@ class WarmupReport:
         try:
             path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            logger.warning("pp_free_warmup: the report was not written to %s: %s", path, error)
+            say(f"pp_free_warmup: the report was not written to {path}: {error}")
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(file=text, width=110, no_color=True, highlight=False)
-        console.print(self.headline())
-        if self.stages:
-            console.print(self._table())
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        if not self.stages:
+            return self.headline()
+        text = io.StringIO()  # for the table alone: rich would take [ids] and [/paths] in the headline for markup
+        Console(file=text, width=110, no_color=True, highlight=False).print(self._table())
+        return "\n".join([self.headline(), *(line.rstrip() for line in text.getvalue().rstrip().splitlines())])
 
     def headline(self) -> str:
         """Return the report in one line."""
@@ -123,8 +145,9 @@ class WarmupReport:
             return f"pp_free_warmup: {self.outcome}{': ' if self.reason else ''}{self.reason}"
         spread = [stage.most.get("pass", 0.0) for stage in self.stages]
         stages = f"; slowest stage {max(spread):.1f} s, quickest {min(spread):.1f} s" if spread else ""
-        channels = self.seconds.get("channels", 0.0)
-        return f"pp_free_warmup: {self.kind} {self.outcome} in {self.total_s:.1f} s{stages}; channels {channels:.2f} s"
+        passes = "; 2 passes, the first with a wrong guess of what arrives" if self.passes > 1 else ""
+        channels = f"; channels {self.seconds.get('channels', 0.0):.2f} s"
+        return f"pp_free_warmup: {self.kind} {self.outcome} in {self.total_s:.1f} s{stages}{passes}{channels}"
 
     def _table(self) -> Table:
         phases = _in_order(self.stages)
@@ -142,4 +165,6 @@ def _span(stage: StageReport, phase: str) -> str:
     if phase not in stage.most:
         return "-"
     least, most = stage.least[phase], stage.most[phase]
-    return f"{most:.2f}" if most - least < 0.005 else f"{least:.2f}-{most:.2f}"
+    if most - least < 0.005:
+        return f"{most:.2f}"
+    return f"{least:.2f} (rank {stage.quickest[phase]}) - {most:.2f} (rank {stage.slowest[phase]})"

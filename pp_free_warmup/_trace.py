@@ -1,27 +1,27 @@
 """Write down everything a warmup could have touched, and name what changed.
 
-The guards put back what this library knows of. This looks without knowing: at every
-field of every module, at globals and class attributes, at what an optimizer holds.
+The guards put back what this library knows of. This looks without knowing: at every field of
+every module, at what the forward step and the data hold, at the globals and class attributes of
+every file that their code is from, at what an optimizer holds, and at the environment.
 """
 
 from __future__ import annotations
 
-import functools
+import os
 import random
+import re
 import sys
-import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from pp_free_warmup._digest import bytes_digest, pickle_digest
+from pp_free_warmup._callables import held_by
+from pp_free_warmup._digest import bytes_digest, pickle_digest, tensor_digest
+from pp_free_warmup._origins import LIBRARIES
 from pp_free_warmup._state_walk import Fields, StateWalk
-
-LIBRARIES = ("megatron", "transformer_engine")
-NOT_LOOKED_AT = ("torch", "builtins", "pp_free_warmup")
 
 # Paths that a forward and backward may change without a trace in training, and why.
 BENIGN = (
@@ -40,36 +40,67 @@ BENIGN = (
     # What torch.compile notes of code that stays compiled.
     "*._dynamo_*",
 )
+FILE = re.compile(r"([\w.]+):")
 
 
-def observed(model: Any = None, optimizer: Any = None, step: Any = None) -> StateWalk:
+def observed(
+    model: Any = None,
+    optimizer: Any = None,
+    step: Any = None,
+    data: Any = None,
+    tensor_text: Callable[[torch.Tensor], str] = tensor_digest,
+) -> StateWalk:
     """Write down the whole state that a forward and backward of *model* could change.
 
     Args:
         model: A model chunk, a list of them, or None.
         optimizer: An optimizer, or None.
-        step: A ``forward_step_func``: all it holds is looked at too, and the globals of its file.
+        step: A ``forward_step_func``: all it holds is looked at too, and the files that it leads to.
+        data: Its data iterator, or a list of them.
+        tensor_text: What stands for a tensor's values.
 
     Returns:
         The walk; its ``fields`` say what was where.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     homes = {type(part).__module__ for chunk in chunks if chunk is not None for part in chunk.modules()}
-    homes |= {getattr(_innermost(step), "__module__", "")}
-    walk = StateWalk(opened=homes)
+    walk = StateWalk({*homes, *_packages(step)}, tensor_text)
     for number, chunk in enumerate(chunks):
         walk.visit(f"chunk{number}", chunk)
-    walk.visit("optimizer", optimizer)
-    if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "__dict__"):
-        walk.attributes("optimizer", vars(optimizer))
-    for name, value in _held_by(step):
-        walk.visit(f"forward_step_func {name}", value)
+    walk.visit_holder("optimizer", optimizer)
+    walk.visit("forward_step_func", step)
+    walk.visit("data_iterator", data)
     for name, module in sorted(sys.modules.items()):
-        ours = name.split(".")[0] in LIBRARIES or (name in homes and name.split(".")[0] not in NOT_LOOKED_AT)
-        if ours and isinstance(module, ModuleType):
-            _visit_globals(walk, module)
+        if name.split(".")[0] in LIBRARIES and isinstance(module, ModuleType):
+            walk.visit_file(name, module)
+    _visit_files(walk)
+    walk.fields.update({f"environ[{name!r}]": bytes_digest(value) for name, value in os.environb.items()})
     walk.fields.update(random_states())
     return walk
+
+
+def _packages(step: Any) -> set[str]:
+    """Return the packages that the functions behind *step* are from."""
+    found, waiting = {}, [step]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            behind = (held.value for held in held_by(each) if held.name in ("function", "wrapped"))
+            waiting += behind
+    functions = (each for each in found.values() if type(each) is FunctionType)
+    return {str(function.__globals__.get("__name__")).partition(".")[0] for function in functions}
+
+
+def _visit_files(walk: StateWalk) -> None:
+    """Visit the files that the code met is from, and those that they lead to."""
+    visited = 0
+    while visited < len(walk.origins.files):
+        name = list(walk.origins.files)[visited]
+        module = sys.modules.get(name)
+        if module is not None:
+            walk.visit_file(name, module)
+        visited += 1
 
 
 def changes(before: Fields, after: Fields, ignoring: Iterable[str] = ()) -> list[str]:
@@ -78,11 +109,11 @@ def changes(before: Fields, after: Fields, ignoring: Iterable[str] = ()) -> list
     A module that was not loaded before counts as no change.
     """
     ignored = (*BENIGN, *ignoring)
-    loaded = {path.partition(":")[0] for path in before if ":" in path}
+    loaded = {file for path in before if (file := _file_of(path))}
     lines = []
     for path in sorted({*before, *after}):
         old, new = before.get(path, "absent"), after.get(path, "absent")
-        new_module = ":" in path and path.partition(":")[0] not in loaded
+        new_module = _file_of(path) not in (None, *loaded)
         if old != new and not new_module and not any(fnmatchcase(path, pattern) for pattern in ignored):
             lines.append(f"  {path}: {old} -> {new}")
     return lines
@@ -104,42 +135,7 @@ def random_states() -> Fields:
     return states
 
 
-def _innermost(step: Any) -> Any:
-    return _innermost(step.func) if isinstance(step, functools.partial) else step
-
-
-def _held_by(step: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of what a callable holds: a partial's arguments, a method's object, a closure."""
-    while isinstance(step, functools.partial):
-        yield from ((f"argument {number}", value) for number, value in enumerate(step.args))
-        yield from step.keywords.items()
-        step = step.func
-    if isinstance(step, types.MethodType):
-        yield "self", step.__self__
-    elif not isinstance(step, types.FunctionType):
-        yield "object", step
-    names = getattr(getattr(step, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(step, "__closure__", None) or (), strict=True):
-        if cell != types.CellType():  # a name that is not bound yet
-            yield f"closure {name}", cell.cell_contents
-
-
-def _visit_globals(walk: StateWalk, module: ModuleType) -> None:
-    """Visit the data in a module's globals and in the class attributes of the classes it defines."""
-    walk.fields[f"{module.__name__}:"] = "loaded"
-    for name, value in list(vars(module).items()):
-        if name.startswith("__"):
-            continue
-        if isinstance(value, type):
-            if value.__module__ == module.__name__:
-                _visit_class(walk, f"{module.__name__}:{name}", value)
-        elif not callable(value) and not isinstance(value, ModuleType):
-            walk.visit(f"{module.__name__}:{name}", value)
-
-
-def _visit_class(walk: StateWalk, path: str, owner: type) -> None:
-    """Visit a class's data attributes: Megatron keeps several trackers there."""
-    for name, value in list(vars(owner).items()):
-        descriptor = hasattr(type(value), "__get__") or hasattr(value, "__wrapped__")
-        if not (name.startswith(("__", "_abc_")) or descriptor or isinstance(value, type)):
-            walk.visit(f"{path}.{name}", value)
+def _file_of(path: str) -> str | None:
+    """Return the name of the module that a path begins with; None where it begins elsewhere."""
+    file = FILE.match(path)
+    return file[1] if file else None

@@ -33,6 +33,7 @@ def copied_and_watched(call: ScheduleCall) -> tuple[list[torch.Tensor], list[tor
             copied.append(buffer)
         else:
             watched.append(buffer)
+    call.taken["buffers"] = sum(map(bytes_of, copied))
     return copied, watched
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+import torch
 
 from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._report import Stopwatch
+from pp_free_warmup._state_walk import StateWalk
 from pp_free_warmup._trace import changes, observed
 from pp_free_warmup.errors import TraceFound
 
@@ -18,26 +22,49 @@ SHOWN = 40
 def verified(call: ScheduleCall, optimizer: Any, stopwatch: Stopwatch) -> Iterator[None]:
     """Compare the whole reachable state after the block with that before it.
 
-    Copies every tensor to the host and hashes it, twice: for a test run, not for every day. Where
-    fetching the first batch drew random numbers, as it would have without a warmup, those may differ.
+    Copies every tensor to the host and hashes it, twice: for a test run, not for every day. What
+    fetching the first batch changed, as it would have without a warmup, may differ: random states
+    that it drew from, and every field that was another one after a fetch than before it.
 
     Args:
-        call: The call whose model, config, forward step and random state are looked at.
+        call: The call whose model, config, forward step, data and random state are looked at.
         optimizer: Its state is looked at as well; None for none.
         stopwatch: Receives the seconds, as phase ``verify``.
 
     Raises:
         TraceFound: Something differs; its text names every path, up to forty of them.
     """
-    step = call.keywords["forward_step_func"]
+    keywords, fetched = call.keywords, set[str]()
+    look = partial(observed, call.chunks, optimizer, keywords["forward_step_func"], keywords["data_iterator"])
     with stopwatch.measure("verify"):
-        before = observed(call.chunks, optimizer, step)
+        before = look()
+    call.random.around.append(partial(_noting_fetched, fetched, partial(look, _version), stopwatch))
     yield
     with stopwatch.measure("verify"):
-        after = observed(call.chunks, optimizer, step)
-        changed = changes(before.fields, after.fields, RANDOM if call.random.draws else ())
+        after = look()
+        fields = {path: text for path, text in after.fields.items() if path not in fetched}
+        kept = {path: text for path, text in before.fields.items() if path not in fetched}
+        changed = changes(kept, fields, RANDOM if call.random.draws else ())
     if changed:
         raise _trace_found(changed)
+
+
+@contextmanager
+def _noting_fetched(paths: set[str], look: Callable[[], StateWalk], stopwatch: Stopwatch) -> Iterator[None]:
+    """Note which paths the block changes: it fetches a batch."""
+    with stopwatch.measure("verify"):
+        before = look()
+    try:
+        yield
+    finally:
+        with stopwatch.measure("verify"):
+            after = look().fields
+            paths |= {path for path in {*before.fields, *after} if before.fields.get(path) != after.get(path)}
+
+
+def _version(tensor: torch.Tensor) -> str:
+    """Stand for a tensor's values where hashing them at each fetch would take too long."""
+    return "inference" if tensor.is_inference() else str(tensor._version)
 
 
 RANDOM = ("random.*", "megatron.core.tensor_parallel.random:_CUDA_RNG_STATE_TRACKER*")

@@ -13,20 +13,25 @@ import torch
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
-from pp_free_warmup._agreement import Word
+from pp_free_warmup._agreement import Decision, Word
 from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
-from pp_free_warmup._flow import Flow, describe, speaks_for
+from pp_free_warmup._failures import describe
+from pp_free_warmup._flow import Flow, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
 from pp_free_warmup._options import Options
-from pp_free_warmup._report import WarmupReport, logger
+from pp_free_warmup._report import WarmupReport, say
 from pp_free_warmup.errors import UnsupportedMegatron, UnsupportedSetup
 
 DEFAULT_PATIENCE_S = 1800.0
+WAY_IN = (
+    "A schedule function fetched before the block is not reached: wrap that function itself, "
+    "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched."
+)
+PASSED_BY = f"pp_free_warmup: a pipeline step runs past an open pipeline_warmup block, without a warmup. {WAY_IN}"
+Activations = torch.Tensor | list[torch.Tensor] | None
 NOT_CALLED = (
     "pp_free_warmup: a pipeline_warmup block ended and no pipeline schedule was called through it. "
-    "A schedule function fetched before the block is not reached: wrap that function itself, "
-    "forward_backward_func = warm_first_call(forward_backward_func), or open the block before it is fetched. "
-    "A block with model= takes that model's calls only."
+    f"{WAY_IN} A block with model= takes that model's calls only."
 )
 
 
@@ -39,6 +44,8 @@ def pipeline_warmup(
     extra_guards: Iterable[Guard] = (),
     timeout: float | None = None,
     on_unsupported: str = "skip",
+    on_failure: str = "continue",
+    activations: Callable[[ScheduleCall, int], Activations] | None = None,
     verify: bool = False,
     shapes: Iterable[Any] = (),
     single_flight: Any = None,
@@ -56,6 +63,10 @@ def pipeline_warmup(
         extra_guards: Guards for state of your own; see `pp_free_warmup.guards`.
         timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
         on_unsupported: ``"skip"`` runs without a warmup and says why, ``"raise"`` raises on all ranks.
+        on_failure: ``"continue"`` runs without a warmup when the pass fails and every rank has put its state
+            back, ``"raise"`` raises `WarmupFailed` then; one rank that asks for it decides for all.
+        activations: Makes what arrives at a chunk from the stage before, where no random numbers can stand for
+            it: called with the call and the chunk's index, returns a tensor, a list of them, or None.
         verify: Compare all reachable state before and after, and raise `TraceFound` naming what differs.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
@@ -67,7 +78,19 @@ def pipeline_warmup(
     Raises:
         UnsupportedSetup: An argument is not of the kind described.
     """
-    given = Options(enabled, channels, extra_guards, timeout, on_unsupported, verify, shapes, single_flight, report_to)
+    given = Options(
+        enabled=enabled,
+        channels=channels,
+        extra_guards=extra_guards,
+        timeout=timeout,
+        on_unsupported=on_unsupported,
+        on_failure=on_failure,
+        activations=activations,
+        verify=verify,
+        shapes=shapes,
+        single_flight=single_flight,
+        report_to=report_to,
+    )
     return PipelineWarmup(model, given, optimizer)
 
 
@@ -88,7 +111,7 @@ class PipelineWarmup:
         self._skips: set[str] = set()
         self.reports: list[WarmupReport] = []
         self.called = False
-        self._told = False
+        self._told = self._was_passed = False
         self.depth = 2  # frames from __exit__ to the user's line, for warnings
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,6 +146,14 @@ class PipelineWarmup:
             self._told = True
             warnings.warn(NOT_CALLED, RuntimeWarning, stacklevel=self.depth)
 
+    def passed_by(self) -> None:
+        """Say, once and at the first step already, that it runs past this block."""
+        if self._was_passed or self._options.is_off_for_good or not megatron.has_stages():
+            return
+        self._was_passed = True
+        if torch.distributed.get_rank() == 0:
+            say(PASSED_BY)
+
     def takes(self, keywords: Mapping[str, Any]) -> bool:
         """Tell whether this call's model is the one this block was given."""
         if self._models is None:
@@ -134,8 +165,7 @@ class PipelineWarmup:
     def run(self, schedule: Callable[..., Any], keywords: dict[str, Any]) -> Any:
         """Warm up if that is still to be done, then run the schedule for real."""
         self.called = True
-        for block in _patch.armed():
-            block.called = True
+        _patch.reached()
         kind = kind_of(bool(keywords.get("forward_only", False)))
         if ledger.running_here or (_is_settled(keywords, kind) and not ledger.taken):
             return schedule(**keywords)
@@ -182,14 +212,25 @@ class PipelineWarmup:
             raise
         if report.outcome == "skipped":
             assert flow.decision is not None
-            if flow.decision.word is Word.OFF:
-                self._off.add(kind)
-            else:
-                self._close(call, kind, report.reason)
-            self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
+            self._remember(flow.decision, call, report)
+            if flow.decision.word not in self._skips:
+                self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
+            if flow.decision.word is Word.IDLE:
+                self._skips.add(Word.IDLE)  # the ranks named may be others each time; told once all the same
             return dict(call.keywords)
+        if report.outcome == "failed":
+            self._close(call, kind, report.reason)
         self._note(report, speaks=speaks_for(call))
         return {**call.keywords, "data_iterator": flow.data_iterator()}
+
+    def _remember(self, decision: Decision, call: ScheduleCall, skipped: WarmupReport) -> None:
+        """Write down whom this call's skip closes: nobody where some rank had no microbatches this time."""
+        if decision.word is Word.OFF:
+            self._off.add(skipped.kind)
+        elif decision.word is Word.APART:
+            ledger.part(megatron.generation_of(call.keywords), decision.kinds)
+        elif decision.word is not Word.IDLE:
+            self._close(call, skipped.kind, skipped.reason)
 
     def _skip(self, report: WarmupReport, call: ScheduleCall, *, refused: bool) -> None:
         self._note(report, speaks=speaks_for(call))
@@ -205,7 +246,7 @@ class PipelineWarmup:
         self.reports.append(report)
         if report.outcome == "skipped":
             if speaks and report.reason not in self._skips:
-                logger.warning("%s", report.headline())
+                say(report.headline())
             self._skips.add(report.reason)
         path = self._options.report_to
         if path is not None and torch.distributed.get_rank() == 0:
@@ -214,10 +255,9 @@ class PipelineWarmup:
     @staticmethod
     def _close(call: ScheduleCall, kind: str, reason: str) -> None:
         first = call.chunks[0]
-        ledger.write((first, megatron.unwrapped(first)), kind, Page(warm=False, generation=None, reason=reason))
+        ledger.write((first, megatron.unwrapped(first)), kind, Page(warm=False, reason=reason))
 
 
 def _is_settled(keywords: Mapping[str, Any], kind: str) -> bool:
     """Tell whether this call needs no warmup any more; the whole cost of a warm call."""
-    page = ledger.page(first_chunk(keywords), kind)
-    return page is not None and page.serves(megatron.generation_of(keywords))
+    return ledger.is_settled(first_chunk(keywords), kind, megatron.generation_of(keywords))

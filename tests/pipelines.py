@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,30 +21,57 @@ SMALL = Layout(layers=2, hidden=16, heads=2, seq=8, vocab=32, micro_batch=1, num
 VIRTUAL = replace(SMALL, vp=2, layers=4)
 
 
-@dataclass
+_NOTES: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+class Witness:
+    """A list that no warmup puts back, since none can reach it: for tests that ask what a pass did."""
+
+    def append(self, note: Any) -> None:
+        """Add a note."""
+        _NOTES.setdefault(self, []).append(note)
+
+    @property
+    def notes(self) -> list[Any]:
+        """All notes, oldest first."""
+        return _NOTES.setdefault(self, [])
+
+    def __len__(self) -> int:
+        return len(self.notes)
+
+
 class Counting:
-    """A ``forward_step_func`` that counts its calls; ``also`` is called in each, first.
+    """A ``forward_step_func`` that counts its calls; *also* is called in each, first.
 
     Attributes:
-        passes: Calls inside a warmup.
-        real: Calls of the real schedule.
+        order: ``"pass"`` or ``"real"`` for each call.
     """
 
-    also: Any = None
-    passes: int = 0
-    real: int = 0
-    order: list[str] = field(default_factory=list)
+    def __init__(self, also: Any = None) -> None:
+        self.also = also
+        self._calls = Witness()
 
     def __call__(self, iterator: Any, chunk: Any) -> Any:
         """Count, then run the microbatch."""
-        if in_warmup():
-            self.passes += 1
-        else:
-            self.real += 1
-        self.order.append("pass" if in_warmup() else "real")
+        self._calls.append("pass" if in_warmup() else "real")
         if self.also is not None:
             self.also()
         return models.forward_step(iterator, chunk)
+
+    @property
+    def order(self) -> list[str]:
+        """What each call was, oldest first."""
+        return self._calls.notes
+
+    @property
+    def passes(self) -> int:
+        """Count the calls inside a warmup."""
+        return self.order.count("pass")
+
+    @property
+    def real(self) -> int:
+        """Count the calls of the real schedule."""
+        return self.order.count("real")
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -70,6 +101,20 @@ def everyone(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collect the lines that the library logs on this rank for the user to see."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pp_free_warmup")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def losses_of_step(training: Any) -> tuple[float, ...]:

@@ -57,37 +57,48 @@ SHAPES = {
     "tensor parallel": ({}, _groups(tensor=4), (SEQ, BATCH, HIDDEN)),
     "sequence parallel": ({"sequence_parallel": True}, _groups(tensor=4), (SEQ // 4, BATCH, HIDDEN)),
     "both": ({"sequence_parallel": True}, _groups(tensor=4, context=2), (SEQ // 8, BATCH, HIDDEN)),
-    "variable": ({"variable_seq_lengths": True}, _groups(), ()),
+    "variable": ({"variable_seq_lengths": True}, _groups(), (SEQ, BATCH, HIDDEN)),
 }
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["1F1B", "interleaved"])
 @pytest.mark.parametrize("case", SHAPES)
 def test_the_shape_is_the_schedules(case, interleaved):
-    """Context and sequence parallelism cut the sequence; where lengths vary there is no shape to know."""
+    """Context and sequence parallelism cut the sequence; where lengths vary the call's is a first guess."""
     fields, groups, expected = SHAPES[case]
     found = megatron.receive_shapes(KEYWORDS, _config(**fields), groups, interleaved)
     assert [tuple(shape) for shape in found] == [expected]
 
 
 def test_a_replaced_function_for_shapes_is_asked(monkeypatch):
-    """A model with several residual streams widens the wire, and wants to know group and direction."""
+    """A model with several residual streams widens the wire, and wants to know group and direction.
+
+    So it does where lengths vary, of which it is not told, and for virtual stages, of which each receives alike.
+    """
     asked = []
 
     def wider(*, seq_length: int, micro_batch_size: int, config: Any, pp_group: Any, is_recv: bool) -> Any:
+        assert not config.variable_seq_lengths
         asked.append((pp_group.size(), is_recv))
         return [(seq_length, micro_batch_size, 4 * config.hidden_size)]
 
     monkeypatch.setattr(schedules, "get_tensor_shapes", wider)
 
-    assert megatron.receive_shapes(KEYWORDS, _config(), _groups(), False) == [(SEQ, BATCH, 4 * HIDDEN)]
-    assert asked == [(2, True)]
+    for config in (_config(), _config(variable_seq_lengths=True)):
+        assert megatron.receive_shapes(KEYWORDS, config, _groups(), False) == [(SEQ, BATCH, 4 * HIDDEN)]
+        assert megatron.receive_shapes(KEYWORDS, config, _groups(), True) == [(SEQ, BATCH, 4 * HIDDEN)]
+    assert asked == [(2, True), (2, False)] * 2  # the first rank sends what its own later chunks receive
 
 
 def test_a_callers_adjustment_of_shapes_is_applied():
     """``adjust_tensor_shapes_fn`` (distillation sends a teacher's states as well) says what is received."""
     keywords = {**KEYWORDS, "adjust_tensor_shapes_fn": lambda receive, send: ([*receive, (1, 2, 3)], send)}
     assert megatron.receive_shapes(keywords, _config(), _groups(), False) == [(SEQ, BATCH, HIDDEN), (1, 2, 3)]
+
+
+def _arriving(config: Any, groups: Any, positional: Any, named: Any) -> Any:
+    wire = megatron.receive_shapes(KEYWORDS, config, groups, False)
+    return megatron.arriving_shapes(wire, KEYWORDS, config, groups, positional, named)
 
 
 ARRIVING = {
@@ -105,10 +116,11 @@ def test_the_batch_says_how_long_the_activation_is(case, by_name):
     """Where lengths vary the token ids that the model gets decide, however they are passed."""
     ids, fields, expected = ARRIVING[case]
     positional, named = ((), {"input_ids": ids}) if by_name else ((ids,), {})
-    assert megatron.arriving_shape(KEYWORDS, _config(**fields), _groups(tensor=4), positional, named) == expected
+    assert _arriving(_config(**fields), _groups(tensor=4), positional, named) == [expected]
 
 
 TOKENS, ENDS = torch.zeros(2, 40), torch.tensor([0, 24, 40])
+NESTED = torch.nested.nested_tensor([torch.arange(24), torch.arange(16)], layout=torch.jagged)
 WITHOUT_IDS = {
     "labels": ({"labels": TOKENS}, (40, 2, HIDDEN)),
     "positions": ({"position_ids": TOKENS}, (40, 2, HIDDEN)),
@@ -116,6 +128,15 @@ WITHOUT_IDS = {
     "packed": ({"packed_seq_params": SimpleNamespace(cu_seqlens_q=ENDS)}, (20, 1, HIDDEN)),
     "packed and padded": (
         {"packed_seq_params": SimpleNamespace(cu_seqlens_q=ENDS, cu_seqlens_q_padded=ENDS + 8)},
+        (24, 1, HIDDEN),
+    ),
+    "packed beside dense ids": (
+        {"packed_seq_params": SimpleNamespace(cu_seqlens_q=ENDS), "input_ids": torch.zeros(2, 24)},
+        (20, 1, HIDDEN),
+    ),
+    "nested ids": ({"input_ids": NESTED}, (20, 1, HIDDEN)),
+    "packed beside nested ids": (
+        {"packed_seq_params": SimpleNamespace(cu_seqlens_q=ENDS + 8), "input_ids": NESTED},
         (24, 1, HIDDEN),
     ),
     "nothing": ({"attention_mask": None}, (SEQ // 2, BATCH, HIDDEN)),
@@ -127,7 +148,7 @@ def test_without_token_ids_the_next_best_says_how_long(case):
     """Labels and positions are cut for context parallelism already; the ends of sequences and the call's length not."""
     named, expected = WITHOUT_IDS[case]
     groups = _groups(context=2)
-    assert megatron.arriving_shape(KEYWORDS, _config(), groups, (None,), {"input_ids": None, **named}) == expected
+    assert _arriving(_config(), groups, (None,), {"input_ids": None, **named}) == [expected]
 
 
 @ranks(2)

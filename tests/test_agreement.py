@@ -15,15 +15,17 @@ import torch.distributed as dist
 from forked import Ending, run_forked
 
 from pp_free_warmup import _preflight
-from pp_free_warmup._agreement import Ballot, Decision, Reason, Tally, Word, decide
+from pp_free_warmup._agreement import Ballot, Call, Decision, Reason, Tally, Word, decide
 from pp_free_warmup._agreement.halls import Hall
 from pp_free_warmup._agreement.mailbox import Mailbox
 from pp_free_warmup._agreement.pace import Pace
-from pp_free_warmup._agreement.signs import Heart, Signs
+from pp_free_warmup._agreement.signs import Heart, Signs, read_phases
 from pp_free_warmup.errors import RankSilent, UnsupportedSetup
 from pp_free_warmup.testing import ranks
 
-GO, WARM, OFF, SKIP, REFUSE, FAILED = Word.GO, Word.WARM, Word.OFF, Word.SKIP, Word.REFUSE, Word.FAILED
+GO, WARM, IDLE, OFF, SKIP = Word.GO, Word.WARM, Word.IDLE, Word.OFF, Word.SKIP
+REFUSE, APART, FAILED = Word.REFUSE, Word.APART, Word.FAILED
+TRAIN, SCORE = Call("training", 1, "GPTModel"), Call("forward-only", 1, "GPTModel")
 LONG = 60.0
 
 
@@ -54,6 +56,18 @@ def grid(stages: int) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]
         ([REFUSE, SKIP], REFUSE),
         ([FAILED, REFUSE], FAILED),
         ([FAILED, WARM], FAILED),
+        ([FAILED, IDLE], FAILED),
+        ([IDLE, IDLE], IDLE),
+        ([IDLE, GO], IDLE),
+        ([IDLE, WARM], IDLE),
+        ([IDLE, OFF], SKIP),
+        ([IDLE, REFUSE], REFUSE),
+        ([GO, Word.COLD], Word.COLD),
+        ([Word.COLD, REFUSE], Word.COLD),
+        ([Word.COLD, Word.STOP], Word.STOP),
+        ([Word.STOP, FAILED], FAILED),
+        ([GO, Word.AGAIN], Word.AGAIN),
+        ([Word.AGAIN, Word.COLD], Word.COLD),
     ],
 )
 def test_the_gravest_word_decides(said, word):
@@ -76,6 +90,49 @@ def test_the_gravest_reasons_come_first():
     assert [reason.rank for reason in decide(said).reasons] == [2, 1, 3, 0]
 
 
+def _in_calls(*said: tuple[Word, Call]) -> Decision:
+    """Decide with one stage of each pair of ranks."""
+    tallies = [Tally.of(rank, word, call=call) for rank, (word, call) in enumerate(said)]
+    return decide([Tally.together(first, tallies[first : first + 2]) for first in range(0, len(tallies), 2)])
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ([(GO, TRAIN), (GO, SCORE)], APART),
+        ([(GO, TRAIN), (GO, TRAIN), (GO, SCORE), (GO, SCORE)], APART),
+        ([(WARM, TRAIN), (GO, SCORE)], APART),
+        ([(WARM, TRAIN), (WARM, SCORE)], WARM),
+        ([(OFF, TRAIN), (OFF, SCORE)], APART),
+        ([(IDLE, SCORE), (GO, TRAIN)], APART),
+        ([(REFUSE, TRAIN), (GO, SCORE)], APART),
+        ([(FAILED, TRAIN), (GO, SCORE)], FAILED),
+        ([(GO, TRAIN), (GO, TRAIN._replace(chunks=2))], APART),
+        ([(GO, TRAIN), (GO, TRAIN._replace(model="Critic"))], APART),
+        ([(GO, TRAIN), (GO, TRAIN), (GO, TRAIN._replace(model="Head")), (GO, TRAIN._replace(model="Head"))], GO),
+    ],
+)
+def test_ranks_in_different_calls_do_not_warm_up_together(said, word):
+    """Kind and chunks are alike everywhere, the model's class within a stage; only warm calls may differ."""
+    decision = _in_calls(*said)
+
+    assert decision.word is word
+    assert bool(decision.apart) is (word is APART or said[0][0] is FAILED)
+    assert decision.kinds == {call.kind for _, call in said}
+    assert Decision.read(decision.text()) == decision
+
+
+def test_who_is_in_which_call_is_named_and_does_not_grow():
+    """A thousand ranks in two calls are told as counts with the lowest ranks of each."""
+    tallies = [Tally.of(rank, GO, call=SCORE if rank % 2 else TRAIN) for rank in range(1000)]
+    decision = decide([Tally.together(0, tallies)])
+
+    assert decision.apart == (
+        "a forward-only call of 1 chunk of GPTModel on ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more; "
+        "a training call of 1 chunk of GPTModel on ranks 0, 2, 4, 6, 8, 10, 12, 14 and 492 more"
+    )
+
+
 def test_a_decision_survives_the_store():
     """What is read equals what was written, reasons and numbers included."""
     decision = decide([Tally.of(3, REFUSE, "no \u00fcse", {"pass": 1.5}), Tally.of(4, GO, detail={"pass": 0.5})])
@@ -84,17 +141,17 @@ def test_a_decision_survives_the_store():
 
 
 def test_a_tally_keeps_the_spread_of_each_number():
-    """Of a number that many ranks give, the smallest and largest stay, with the rank of the largest."""
+    """Of a number that many ranks give, the smallest and largest stay, with the ranks that have them."""
     tally = Tally.together(0, [Tally.of(rank, GO, detail={"pass": seconds}) for rank, seconds in enumerate([3, 9, 1])])
 
-    assert tally.detail == {"pass": (1, 9, 1)}
+    assert tally.detail == {"pass": (1, 9, 2, 1)}
 
 
 def test_a_tally_does_not_grow_with_the_ranks():
     """What a stage says to the next group is as long for a thousand ranks as for sixteen."""
 
     def size(count: int) -> int:
-        said = [Tally.of(rank, REFUSE, "as everywhere", {"pass": 1.0}) for rank in range(1000, 1000 + count)]
+        said = [Tally.of(rank, REFUSE, "as everywhere", {"pass": 1.0}, TRAIN) for rank in range(1000, 1000 + count)]
         return len(Tally.together(1000, said).line())
 
     assert size(1000) < size(16) + 10
@@ -165,6 +222,19 @@ def test_a_rank_that_gives_signs_is_not_silent():
     assert "forward of chunk 0" in signs.silent([7])[7]
 
 
+def test_a_new_phase_is_shown_at_once_and_not_too_often():
+    """News may follow a fresh sign sooner than the next sign would, yet no sooner than asked."""
+    mailbox = Mailbox(dist.HashStore())
+    heart = Heart(mailbox, 7, 60.0)
+
+    def shown(phase: str, period: float | None) -> str:
+        heart.tell(phase)
+        heart.beat(period)
+        return read_phases(mailbox, [7])[7]
+
+    assert [shown("a", None), shown("b", None), shown("c", 0.0), shown("d", 30.0)] == ["a", "a", "c", "c"]
+
+
 def test_a_rank_that_lives_and_makes_no_progress_is_named_after_longer():
     """A sign that changes without progress counts as silence after six timeouts."""
     mailbox = Mailbox(dist.HashStore())
@@ -220,6 +290,7 @@ def test_questions_become_rarer_and_scale_with_the_ranks():
     assert few.sign == 1.0
     assert many.sign > 3.0
     assert Pace(2.0, 10).sign == 0.25
+    assert (few.news, many.news) == (0.0005, 0.5)
 
 
 # Votes of real processes
@@ -236,7 +307,7 @@ def test_all_ranks_read_one_decision() -> None:
     texts = [None] * 4
     dist.all_gather_object(texts, decision.text())
     assert decision.word is GO
-    assert [stage.detail["pass"] for stage in decision.stages] == [(0.0, 1.0, 1), (2.0, 3.0, 3)]
+    assert [stage.detail["pass"] for stage in decision.stages] == [(0.0, 1.0, 0, 1), (2.0, 3.0, 2, 3)]
     assert len(set(texts)) == 1
 
 
@@ -263,7 +334,7 @@ def test_votes_follow_each_other() -> None:
         ballot = Ballot(*groups, timeout=LONG)
         with ballot.watching():
             assert ballot.vote(WARM).word is WARM
-            assert ballot.vote(GO, detail={"number": number}).stages[3].detail["number"] == (number, number, 3)
+            assert ballot.vote(GO, detail={"number": number}).stages[3].detail["number"] == (number, number, 3, 3)
 
 
 @pytest.mark.ranks
@@ -447,6 +518,7 @@ def test_progress_is_told_on_the_first_rank_alone() -> None:
         ballot.vote(GO)
     if dist.get_rank() == 0:
         assert any("stage 1: forward of chunk 0 by 1" in line for line in lines)
+        assert all(line.startswith("pp_free_warmup: stage 0: ") for line in lines)
     else:
         assert lines == []
 
@@ -460,7 +532,7 @@ def silent_in_first_vote(who: int, timeout: float) -> str:
     try:
         ballot.vote(GO)
     except RankSilent as silent:
-        return json.dumps([silent.found, time.monotonic() - began])
+        return json.dumps([silent.found, time.monotonic() - began, silent.do])
     return "went"
 
 
@@ -472,9 +544,10 @@ def test_a_silent_rank_is_named_on_all_and_obeys_when_it_comes(who):
 
     said = [json.loads(ending.value) for ending in endings]
     assert {ending.kind for ending in endings} == {"returned"}
-    assert len({found for found, _ in said}) == 1
+    assert len({found for found, _, _ in said}) == 1
     assert f"rank {who} never came to this call" in said[0][0]
-    assert all(seconds < 2.0 + 5.0 for _, seconds in said)
+    assert "A rank that never came to this call may have no pipeline_warmup block around it" in said[0][2]
+    assert all(seconds < 2.0 + 5.0 for _, seconds, _ in said)
 
 
 def killed_in_pass(who: int, timeout: float) -> tuple[str, float]:
@@ -483,7 +556,7 @@ def killed_in_pass(who: int, timeout: float) -> tuple[str, float]:
     with pytest.raises(RankSilent) as silent, ballot.watching():
         ballot.vote(GO)
         ballot.tell("forward of chunk 0")
-        time.sleep(0.6)
+        time.sleep(0.3)
         if dist.get_rank() == who:
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
@@ -510,7 +583,8 @@ def test_a_killed_rank_is_lost(who, store):
 
     assert endings[who].kind == "killed"
     named(endings, who, f"rank {who} is lost: no sign of life for")
-    assert "last seen in 'forward of chunk 0'" in endings[3].value[0]
+    assert "last seen in 'forward of chunk 0'; expected a sign of life at least every 2 s" in endings[3].value[0]
+    assert "and progress at least every 12 s" in endings[3].value[0]
 
 
 @pytest.mark.ranks

@@ -167,7 +167,9 @@ def test_another_number_of_iterators_than_of_chunks(where):
     iterators = training.iterators[:1] if here else training.iterators
     with assert_leaves_no_trace(training.chunks, training.optimizer), pytest.raises(WarmupError) as raised:
         call(
-            training, warm_first_call(schedules.forward_backward_pipelining_with_interleaving), data_iterator=iterators
+            training,
+            warm_first_call(schedules.forward_backward_pipelining_with_interleaving, on_failure="raise"),
+            data_iterator=iterators,
         )
 
     told = "The schedule got another number of data iterators than of model chunks."
@@ -184,7 +186,7 @@ def test_an_exhausted_iterator():
     training = pipeline()
     empty = iter(()) if dist.get_rank() == 0 else training.iterators[0]
     with assert_leaves_no_trace(training.chunks, training.optimizer), pytest.raises(WarmupFailed) as raised:
-        call(training, warm_first_call(getattr(schedules, SCHEDULE)), data_iterator=empty)
+        call(training, warm_first_call(getattr(schedules, SCHEDULE), on_failure="raise"), data_iterator=empty)
 
     assert raised.value.found.startswith("rank 0: StopIteration: ")
     assert raised.value.matters.endswith(
@@ -232,7 +234,7 @@ def test_a_failing_pass_raises_on_every_rank_and_leaves_no_trace(place, rank, vi
     _fails_in(place, rank, training)
     schedule = schedules.forward_backward_pipelining_with_interleaving if virtual else getattr(schedules, SCHEDULE)
     with assert_leaves_no_trace(training.chunks, training.optimizer), pytest.raises(WarmupFailed) as raised:
-        call(training, warm_first_call(schedule))
+        call(training, warm_first_call(schedule, on_failure="raise"))
 
     assert raised.value.found.startswith(f"rank {rank}: ValueError: out of luck;")
     assert isinstance(raised.value.__cause__, ValueError) is (dist.get_rank() == rank)
@@ -246,7 +248,7 @@ def test_a_failing_forward_only_pass():
     """The other kind fails in the same way, and leaves the training kind open."""
     training = pipeline(also=_fail)
     with assert_leaves_no_trace(training.chunks), pytest.raises(WarmupFailed), torch.no_grad():
-        call(training, warm_first_call(getattr(schedules, SCHEDULE)), forward_only=True)
+        call(training, warm_first_call(getattr(schedules, SCHEDULE), on_failure="raise"), forward_only=True)
 
     assert ledger.page(training.chunks[0], FORWARD_ONLY).warm is False
     assert ledger.page(training.chunks[0], TRAINING) is None
@@ -258,7 +260,7 @@ def test_a_failing_pass_in_a_longer_pipeline():
     training = pipeline(replace(SMALL, pp=4, layers=4))
     _fails_in("forward", 2, training)
     with assert_leaves_no_trace(training.chunks, training.optimizer), pytest.raises(WarmupFailed) as raised:
-        call(training, warm_first_call(getattr(schedules, SCHEDULE)))
+        call(training, warm_first_call(getattr(schedules, SCHEDULE), on_failure="raise"))
 
     assert raised.value.found.startswith("rank 2: ValueError: out of luck;")
 
@@ -269,7 +271,7 @@ def test_a_failing_pass_with_data_parallel_ranks():
     training = pipeline(replace(SMALL, distributed_optimizer=True, overlap_grad_reduce=True))
     _fails_in("backward", 3, training)
     with assert_leaves_no_trace(training.chunks, training.optimizer), pytest.raises(WarmupFailed) as raised:
-        call(training, warm_first_call(getattr(schedules, SCHEDULE)))
+        call(training, warm_first_call(getattr(schedules, SCHEDULE), on_failure="raise"))
 
     assert raised.value.found.startswith("rank 3: ValueError: out of luck;")
 
@@ -281,7 +283,7 @@ def test_the_step_after_a_failed_warmup_is_as_without_one():
     losses = [losses_of_step(cold)]
     start_anew(SMALL)
     failed = pipeline(also=_fail)
-    with pytest.raises(WarmupFailed), pipeline_warmup():
+    with pytest.raises(WarmupFailed), pipeline_warmup(on_failure="raise"):
         failed.step()
     failed.forward_step.also = None
     losses.append(losses_of_step(failed))
@@ -302,6 +304,6 @@ def test_an_enabled_that_raises_on_one_rank():
 
     training = pipeline()
     with pytest.raises(WarmupFailed, match="rank 1: KeyError: 'no such flag'"):
-        call(training, warm_first_call(getattr(schedules, SCHEDULE), enabled=enabled))
+        call(training, warm_first_call(getattr(schedules, SCHEDULE), enabled=enabled, on_failure="raise"))
 
     assert training.forward_step.counts == (0, 0)

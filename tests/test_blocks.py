@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
-from pipelines import SMALL, VIRTUAL, call, everyone, fetched, losses_of_step, pipeline, start_anew
+from pipelines import SMALL, VIRTUAL, call, everyone, fetched, heard, losses_of_step, pipeline, start_anew
 
 from pp_free_warmup import in_warmup, pipeline_warmup
 from pp_free_warmup._ledger import FORWARD_ONLY, TRAINING, ledger
@@ -28,20 +27,6 @@ COLD_THEN_WARM = (1, 4)
 
 def _schedules() -> list[int]:
     return [id(getattr(schedules, name)) for name in SCHEDULE_NAMES]
-
-
-@contextmanager
-def _heard():
-    """Collect the lines that the library logs on this rank."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("pp_free_warmup")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 # --- one block --------------------------------------------------------------------------------------------------------
@@ -361,6 +346,34 @@ def test_a_block_without_a_schedule_call():
     assert training.forward_step.counts == (0, 2)
 
 
+@ranks(2)
+def test_a_step_past_a_block_is_told_while_it_runs():
+    """A schedule held since before the block says at its first microbatch that it is not reached, and once."""
+    training, schedule = pipeline(), fetched()
+    told: list[int] = []
+    with heard() as lines, pytest.warns(RuntimeWarning, match="no pipeline schedule was called"), pipeline_warmup():
+        training.forward_step.also = lambda: told.append(len(lines))
+        call(training, schedule)
+        call(training, schedule)
+
+    mine = 1 if dist.get_rank() == 0 else 0
+    assert told == [mine] * 4
+    assert len(lines) == mine
+    assert all("a pipeline step runs past an open pipeline_warmup block" in line for line in lines)
+
+
+@ranks(2)
+def test_the_calls_of_another_model_do_not_count_as_past_a_block():
+    """A call that the block leaves alone was reached all the same."""
+    actor, critic = pipeline(), pipeline(seed=2)
+    with heard() as lines, pipeline_warmup(actor.chunks, enabled=lambda: True):
+        call(critic)
+        past = list(lines)
+        call(actor)
+
+    assert past == []
+
+
 def test_a_disabled_block_may_see_no_schedule(recwarn):
     """Where nothing could have been warmed, nobody complains."""
     with pipeline_warmup(enabled=False):
@@ -407,7 +420,7 @@ def test_a_block_that_is_switched_off(switch):
     """Every call runs untouched, the kind stays open, and one line says so on one rank."""
     training = pipeline()
     enabled = {"bool": False, "callable": lambda: False, "environment": True}[switch]
-    with pytest.MonkeyPatch.context() as patch, _heard() as lines, pipeline_warmup(enabled=enabled) as warmup:
+    with pytest.MonkeyPatch.context() as patch, heard() as lines, pipeline_warmup(enabled=enabled) as warmup:
         if switch == "environment":
             patch.setenv("PP_FREE_WARMUP", "0")
         call(training)
@@ -438,7 +451,7 @@ def test_without_channels():
 def test_one_rank_says_what_happens():
     """The first rank logs a line before and one after; the others are quiet."""
     training = pipeline()
-    with _heard() as lines, pipeline_warmup() as warmup:
+    with heard() as lines, pipeline_warmup() as warmup:
         call(training)
 
     spoken = everyone(lines)
@@ -467,7 +480,7 @@ def test_the_report_as_a_file(tmp_path):
 def test_a_report_that_cannot_be_written(tmp_path):
     """For want of a file no run ends: one line says so, and the step is taken."""
     training = pipeline()
-    with _heard() as lines, pipeline_warmup(report_to=tmp_path / "no folder" / "report.json"):
+    with heard() as lines, pipeline_warmup(report_to=tmp_path / "no folder" / "report.json"):
         call(training)
 
     assert training.forward_step.counts == (1, 2)
@@ -545,7 +558,10 @@ def test_a_guard_that_cannot_save_on_one_rank():
 
     training = pipeline()
     with assert_leaves_no_trace(training.chunks, training.optimizer):
-        with pytest.raises(WarmupFailed, match="rank 1: OSError: disk full"), pipeline_warmup(extra_guards=[mine]):
+        with (
+            pytest.raises(WarmupFailed, match="rank 1: OSError: disk full"),
+            pipeline_warmup(extra_guards=[mine], on_failure="raise"),
+        ):
             call(training)
 
     assert training.forward_step.counts == (0, 0)
@@ -582,7 +598,7 @@ def test_a_setup_that_one_stage_refuses_is_skipped_on_all():
     """The reason is logged once and names the rank; the run goes on, and is not asked again."""
     training = pipeline()
     iterator = Loader() if dist.get_rank() == 1 else training.iterators[0]
-    with _heard() as lines, pipeline_warmup() as warmup:
+    with heard() as lines, pipeline_warmup() as warmup:
         for _ in range(2):
             _call_through_block(training, data_iterator=iterator)
 
@@ -628,7 +644,7 @@ def test_iterators_that_draw_in_another_order_are_told():
     training = pipeline(VIRTUAL)
     if dist.get_rank() == 0:
         training.iterators = [_drawing(models.batches(VIRTUAL, seed)) for seed in (1, 2)]
-    with _heard() as lines, pipeline_warmup():
+    with heard() as lines, pipeline_warmup():
         call(training)
 
     told = [line for line in lines if "draws in another order" in line]

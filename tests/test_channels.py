@@ -36,7 +36,9 @@ def chunk(mode: str = "batched", **fields: Any) -> Chunk:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
     own = {"pipeline_dtype": torch.float32, "pipeline_model_parallel_size": stages, **MODES[mode], **fields}
-    return Chunk(ModelParallelConfig(**own))
+    config = ModelParallelConfig(**own)
+    config.hidden_size = 8
+    return Chunk(config)
 
 
 def transfers(group: Any) -> int:
@@ -63,7 +65,7 @@ class Recorder:
                 self.exchanges.append(
                     {name for name, value in asked.items() if value is not None and value is not False}
                 )
-                assert asked["tensor_shape"] == (1, 1, 1)
+                assert set(asked["tensor_shape"]) == {1}
                 return super()._communicate(**asked)
 
         recording = Recording(group, config)

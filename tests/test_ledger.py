@@ -34,7 +34,7 @@ def test_an_unknown_model_has_no_page():
 def test_a_page_is_found_under_every_face_of_a_model():
     """Wrapped and unwrapped, the same model is warm."""
     book, wrapped, bare = Ledger(), torch.nn.Identity(), torch.nn.Identity()
-    page = Page(warm=True, generation=None)
+    page = Page(warm=True)
 
     book.write((wrapped, bare), TRAINING, page)
 
@@ -46,7 +46,7 @@ def test_one_kind_leaves_the_other_open():
     """Warming forward-only calls does not use up the training call's once."""
     book, model = Ledger(), torch.nn.Identity()
 
-    book.write((model,), FORWARD_ONLY, Page(warm=True, generation=None))
+    book.write((model,), FORWARD_ONLY, Page(warm=True))
 
     assert book.page(model, TRAINING) is None
 
@@ -55,7 +55,7 @@ def test_two_models_have_pages_of_their_own():
     """Two equal models in one process are two models."""
     book, one, two = Ledger(), torch.nn.Identity(), torch.nn.Identity()
 
-    book.write((one,), TRAINING, Page(warm=True, generation=None))
+    book.write((one,), TRAINING, Page(warm=True))
 
     assert book.page(two, TRAINING) is None
 
@@ -63,7 +63,7 @@ def test_two_models_have_pages_of_their_own():
 def test_a_model_dies_when_the_user_drops_it():
     """The ledger keeps no model alive, and forgets its page."""
     book, model = Ledger(), torch.nn.Identity()
-    book.write((model,), TRAINING, Page(warm=True, generation=None))
+    book.write((model,), TRAINING, Page(warm=True))
     gone = weakref.ref(model)
 
     del model
@@ -73,30 +73,78 @@ def test_a_model_dies_when_the_user_drops_it():
     assert len(book._pages) == 0
 
 
-def test_a_warm_page_serves_its_own_generation():
-    """A warm model needs nothing in the group whose channels were opened, and something in another."""
+def _warm(kind: str = TRAINING) -> tuple[Ledger, torch.nn.Module]:
+    book, model = Ledger(), torch.nn.Identity()
+    book.write((model,), kind, Page(warm=True))
+    return book, model
+
+
+def test_a_warm_kind_is_settled_where_channels_were_opened():
+    """A warm model needs nothing in the group that was primed, and something in another; an open kind always does."""
+    book, model = _warm()
     group, other = Group(), Group()
-    page = Page(warm=True, generation=weakref.ref(group))
+    book.prime(group)
 
-    assert page.serves(group)
-    assert not page.serves(other)
+    assert book.is_settled(model, TRAINING, group)
+    assert not book.is_settled(model, TRAINING, other)
+    assert not book.is_settled(model, TRAINING, None)
+    assert not book.is_settled(model, FORWARD_ONLY, group)
 
 
-def test_a_warm_page_of_a_dead_group_serves_nobody():
+def test_channels_serve_every_warm_kind_and_model():
+    """Whoever opened them: one priming per group is enough, before or after a kind became warm."""
+    book, model = _warm()
+    group, other = Group(), torch.nn.Identity()
+    book.prime(group)
+    book.write((other,), FORWARD_ONLY, Page(warm=True))
+
+    assert book.is_settled(model, TRAINING, group)
+    assert book.is_settled(other, FORWARD_ONLY, group)
+
+
+def test_a_dead_group_serves_nobody():
     """Once the group is gone, a new one at the same address is not taken for it."""
+    book, model = _warm()
     group = Group()
-    page = Page(warm=True, generation=weakref.ref(group))
+    book.prime(group)
 
     del group
     gc.collect()
 
-    assert not page.serves(Group())
-    assert not page.serves(None)
+    assert not book.is_settled(model, TRAINING, Group())
 
 
-def test_a_closed_page_serves_everybody():
+def test_a_closed_page_is_settled_everywhere():
     """What was refused or failed is not tried again, whatever the group."""
-    assert Page(warm=False, generation=None, reason="refused").serves(Group())
+    book, model = Ledger(), torch.nn.Identity()
+    book.write((model,), TRAINING, Page(warm=False, reason="refused"))
+
+    assert book.is_settled(model, TRAINING, Group())
+
+
+def test_kinds_that_are_apart_are_settled_for_every_model_of_the_group():
+    """Whatever model comes with them; other kinds, and rebuilt groups, are open."""
+    book, model, group = Ledger(), torch.nn.Identity(), Group()
+    book.part(group, [TRAINING])
+    only_training = book.is_settled(model, TRAINING, group), book.is_settled(model, FORWARD_ONLY, group)
+    book.part(group, [FORWARD_ONLY])
+
+    assert only_training == (True, False)
+    assert book.is_settled(model, TRAINING, group)
+    assert book.is_settled(model, FORWARD_ONLY, group)
+    assert not book.is_settled(model, TRAINING, Group())
+
+
+def test_the_first_rebuilt_group_alone_is_news():
+    """Groups that a pass opened are always news; rebuilt ones once."""
+    book = Ledger()
+
+    assert [book.prime(Group(), rebuilt=rebuilt) for rebuilt in (False, True, True, False)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_pass_is_seen_in_its_own_thread_and_in_others():

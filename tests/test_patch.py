@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
+import logging
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import combined_1f1b, get_forward_backward_func, schedules
+from pipelines import SMALL, VIRTUAL, call, pipeline
 
-from pp_free_warmup import _patch
-from pp_free_warmup._megatron import REQUIRED_KEYWORDS, SCHEDULE_NAMES
-from pp_free_warmup.errors import UnsupportedMegatron, WrongCall
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup import _origin, _patch, pipeline_warmup, warm_first_call
+from pp_free_warmup._megatron import REQUIRED_KEYWORDS, SCHEDULE_NAMES, foreign_code, origin
+from pp_free_warmup._undo import swapped
+from pp_free_warmup.errors import UnsupportedMegatron, UnsupportedSetup, WrongCall
+from pp_free_warmup.testing import cuda_on_cpu, ranks
 
 
 class Block:
@@ -25,11 +35,16 @@ class Block:
         self.mine = mine
         self.seen: list[dict[str, Any]] = []
         self.called = False
+        self.passed = 0
         self.reports: list[Any] = []
 
     def takes(self, keywords: dict[str, Any]) -> bool:
         """Take the calls of its own model, or all."""
         return self.mine is None or keywords["model"] is self.mine
+
+    def passed_by(self) -> None:
+        """Note that a step ran past."""
+        self.passed += 1
 
     def run(self, schedule: Any, keywords: dict[str, Any]) -> str:
         """Note the call."""
@@ -40,9 +55,9 @@ class Block:
 @pytest.fixture(autouse=True)
 def schedules_come_back():
     """Whatever a test does, the module ends as it began."""
-    before = [getattr(schedules, name) for name in SCHEDULE_NAMES]
+    before = [getattr(schedules, name) for name in (*SCHEDULE_NAMES, "forward_step")]
     yield
-    after = [getattr(schedules, name) for name in SCHEDULE_NAMES]
+    after = [getattr(schedules, name) for name in (*SCHEDULE_NAMES, "forward_step")]
     assert all(a is b for a, b in zip(before, after, strict=True))
     assert _patch.armed() == []
 
@@ -263,6 +278,71 @@ def test_an_original_is_known_by_identity():
     _patch.disarm(block, 1)
 
 
+def _noted_steps(monkeypatch: Any) -> list[int]:
+    """Put a step in Megatron's place that only notes what it is called with."""
+    steps: list[int] = []
+
+    @functools.wraps(schedules.forward_step)
+    def step(number: int) -> None:
+        steps.append(number)
+
+    monkeypatch.setattr(schedules, "forward_step", step)
+    return steps
+
+
+def test_a_step_past_an_armed_block_is_noticed_once(monkeypatch):
+    """The first step of a schedule that nobody reached tells the block; after it the name is Megatron's own again."""
+    steps = _noted_steps(monkeypatch)
+    own = schedules.forward_step
+    block = Block()
+    _patch.arm(block)
+    for number in range(3):
+        schedules.forward_step(number)
+    watched = schedules.forward_step
+    _patch.disarm(block, 1)
+
+    assert steps == [0, 1, 2]
+    assert block.passed == 1
+    assert watched is own
+
+
+@pytest.mark.parametrize("reached", [_patch.reached, lambda: _call(schedules.forward_backward_no_pipelining)])
+def test_nothing_is_watched_once_a_schedule_was_reached(monkeypatch, reached):
+    """A schedule that was reached, through whichever door, ends the watch before its first step."""
+    steps = _noted_steps(monkeypatch)
+    own = schedules.forward_step
+    block = Block()
+    _patch.arm(block)
+    reached()
+    watched = schedules.forward_step
+    schedules.forward_step(1)
+    _patch.disarm(block, 1)
+
+    assert watched is own
+    assert (steps, block.passed) == ([1], 0)
+
+
+def test_a_step_that_another_party_wraps_meanwhile_is_left_to_them(monkeypatch):
+    """Their wrapper stays, and what is watched underneath only passes on."""
+    steps = _noted_steps(monkeypatch)
+    own = schedules.forward_step
+    block = Block()
+    _patch.arm(block)
+    ours = schedules.forward_step
+
+    def theirs(number: int) -> None:
+        ours(number)
+
+    schedules.forward_step = theirs
+    _patch.disarm(block, 1)
+    schedules.forward_step(1)
+    kept = schedules.forward_step is theirs
+    schedules.forward_step = own
+
+    assert kept
+    assert (steps, block.passed) == ([1], 0)
+
+
 def test_positional_arguments_are_refused_in_a_block():
     """The model cannot be told from the data then."""
     block = Block()
@@ -308,6 +388,181 @@ def test_a_layout_is_read_again_once_it_changed(monkeypatch):
 
     with pytest.raises(UnsupportedMegatron, match="schedules.backward_step"):
         _patch.arm(block)
+
+
+# --- whose code a schedule is -----------------------------------------------------------------------------------------
+
+
+def zero_bubble(**keywords: Any) -> str:
+    """Stand for another party's schedule."""
+    return "bubbles"
+
+
+def _itself(schedule: Any) -> Any:
+    return schedule
+
+
+def _kept(schedule: Any) -> Any:
+    with cuda_on_cpu():
+        return FullCudaGraphWrapper(schedule)
+
+
+def _timed(schedule: Any) -> Any:
+    @functools.wraps(schedule)
+    def timed(**keywords: Any) -> Any:
+        return schedule(**keywords)
+
+    return timed
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize(
+    "dressed",
+    [
+        _itself,
+        _timed,
+        lambda own: _timed(_timed(own)),
+        warm_first_call,
+        functools.partial,
+        _kept,
+    ],
+    ids=["itself", "a decorator", "two decorators", "ours", "a partial", "a keeper"],
+)
+def test_megatrons_own_schedules_are_known_through_thin_wrappers(name, dressed):
+    """Timers, ranges, graphs and our own wrappers make no schedule another party's."""
+    assert foreign_code(dressed(getattr(schedules, name))) == ""
+
+
+@pytest.mark.parametrize("dressed", [_itself, _timed, warm_first_call], ids=["bare", "timed", "ours"])
+def test_another_partys_schedule_is_told_by_where_it_is_defined(dressed):
+    """Its module, name, file and line are named, through wrappers of it too."""
+    line = zero_bubble.__code__.co_firstlineno
+
+    assert foreign_code(dressed(zero_bubble)) == f"{__name__}.zero_bubble, {__file__}:{line}"
+
+
+def test_code_that_was_written_into_megatrons_module_is_not_megatrons():
+    """A rewritten source runs in Megatron's module, but is not in its file."""
+    rewritten: dict[str, Any] = {"__name__": schedules.__name__}
+    exec("def forward_backward_no_pipelining(**keywords): pass", rewritten)
+
+    assert "<string>:1" in foreign_code(rewritten["forward_backward_no_pipelining"])
+
+
+@contextmanager
+def _theirs(name: str, dressed: Any) -> Iterator[list[str]]:
+    """Bind something else under a schedule's name, and collect what the library logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pp_free_warmup").addHandler(handler)
+    original = getattr(schedules, name)
+    try:
+        with swapped(schedules, name, dressed(original)), swapped(_origin, "_said", set()):
+            yield lines
+    finally:
+        logging.getLogger("pp_free_warmup").removeHandler(handler)
+
+
+def _rebuilt(own: Any) -> Any:
+    def replacement(
+        *, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, **more
+    ) -> Any:
+        return own(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            **more,
+        )
+
+    return replacement
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [SMALL, VIRTUAL], ids=["1f1b", "interleaved"])
+def test_a_foreign_schedule_is_warmed_and_warned_of_once(layout):
+    """The run goes on; one rank says, once for both kinds of call, what was found under the name, and where."""
+    training = pipeline(layout)
+    name = SCHEDULE_NAMES[1 if layout.vp else 2]
+    with _theirs(name, _rebuilt) as lines:
+        with pipeline_warmup() as warmup:
+            call(training)
+            call(training, forward_only=True)
+        with pipeline_warmup():
+            call(pipeline(layout))
+
+    told = [line for line in lines if "not Megatron's own" in line]
+    assert [report.outcome for report in warmup.reports] == ["warmed", "warmed"]
+    assert len(told) == (1 if dist.get_rank() == 0 else 0)
+    assert all(f"_rebuilt.<locals>.replacement, {__file__}:" in line for line in told)
+
+
+@ranks(2)
+@pytest.mark.parametrize("dressed", [_itself, _timed], ids=["itself", "decorated"])
+def test_megatrons_own_schedule_is_warmed_without_a_warning(dressed):
+    """Neither Megatron's schedule nor a timer around it is anything to warn of."""
+    training = pipeline()
+    with _theirs(SCHEDULE_NAMES[2], dressed) as lines, pipeline_warmup() as warmup:
+        call(training)
+
+    assert warmup.report.outcome == "warmed"
+    assert not any("not Megatron's own" in line for line in lines)
+
+
+# --- a release that was not tested ------------------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize(("choice", "lines_of_it"), [(None, 1), ("allow", 0)])
+def test_an_untested_release_is_warmed(choice, lines_of_it, monkeypatch):
+    """One line per process says so, on one rank, until it is insisted on."""
+    monkeypatch.setattr(megatron, "untested_release", lambda: "0.99.0")
+    monkeypatch.delenv("PP_FREE_WARMUP_UNTESTED", raising=False)
+    if choice is not None:
+        monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", choice)
+    with _theirs(SCHEDULE_NAMES[2], _itself) as lines:
+        for _ in range(2):
+            with pipeline_warmup() as warmup:
+                call(pipeline())
+
+    told = [line for line in lines if "0.99.0 is not a tested release; its functions fit" in line]
+    assert warmup.report.outcome == "warmed"
+    assert len(told) == (lines_of_it if dist.get_rank() == 0 else 0)
+
+
+@ranks(2)
+def test_an_untested_release_that_one_rank_refuses_runs_cold(monkeypatch):
+    """The run goes on without a warmup on all ranks, and the report names the refusal."""
+    monkeypatch.setattr(megatron, "untested_release", lambda: "0.99.0")
+    if dist.get_rank() == 1:
+        monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", "refuse")
+    training = pipeline()
+    with pipeline_warmup() as warmup:
+        call(training)
+
+    assert warmup.report.outcome == "skipped"
+    assert "[untested-megatron]" in warmup.report.reason
+    assert training.forward_step.counts == (0, 2)
+
+
+def test_an_unknown_choice_is_an_error_where_a_block_is_entered(monkeypatch):
+    """What was given and what it takes are named; whoever switched the warmup off is left alone."""
+    monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", "maybe")
+    with pytest.raises(UnsupportedSetup, match='\'maybe\'; expected "allow" or "refuse".'), pipeline_warmup():
+        pass
+    with pipeline_warmup(enabled=False):
+        pass
+
+
+@pytest.mark.parametrize(("version", "told"), [("0.20.0+abc", "0.20.0"), ("0.19.2+abc", ""), ("0.16.1", "")])
+def test_a_release_is_known_by_its_series(version, told, monkeypatch):
+    """A commit behind a plus, which Megatron adds, makes no release another one."""
+    monkeypatch.setattr(origin, "__version__", version)
+
+    assert origin.untested_release() == told
 
 
 def test_threads_arm_and_leave_together():

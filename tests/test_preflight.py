@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
-from pipelines import SMALL, call, pipeline
+from pipelines import SMALL, VIRTUAL, call, pipeline
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _preflight, pipeline_warmup, warm_first_call
-from pp_free_warmup._call import ScheduleCall
+from pp_free_warmup._call import ScheduleCall, read_call
 from pp_free_warmup._random import CallerRandom
-from pp_free_warmup.testing import ranks
+from pp_free_warmup.testing import models, ranks, run_on_ranks
+from pp_free_warmup.testing._chunks import build_chunks
 
 
 class Group:
@@ -34,6 +38,10 @@ class MultiModulePipelineCommunicator:
 
 class FullyShardedDataParallel(torch.nn.Module):
     """Stands for Megatron-FSDP's wrapper, which is known by its name."""
+
+
+class FsdpModule(torch.nn.Module):
+    """Stands for the base that Megatron-FSDP mixes into every module that it shards (main, 2026-08)."""
 
 
 class Sharded(FullyShardedDataParallel):
@@ -73,6 +81,7 @@ REFUSED = {
     "weight-remat": lambda: _call(config=_config(gtp_weight_remat_size=2)),
     "ncclep": lambda: _call(config=_config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="ncclep")),
     "ring-exchange": lambda: _call(config=_config(use_ring_exchange_p2p=True)),
+    "lazy-parameters": lambda: _call(torch.nn.LazyLinear(2)),
     "meta-parameters": lambda: _call(torch.nn.Linear(2, 2, device="meta")),
     "no-pipeline-dtype": lambda: _call(config=_config(pipeline_dtype=None)),
     "unreadable-iterator": lambda: _call(iterator=[1, 2]),
@@ -123,12 +132,43 @@ def test_what_is_not_refused(made):
     assert _preflight.nobody_to_ask(made()) is None
 
 
-def test_a_subclass_of_a_sharding_wrapper_is_refused_too():
-    """A wrapper is known by any name in its ancestry, and named as it is."""
-    refused = _preflight.refusal(_call(Sharded()))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Sharded,
+        type("FullyShardedDataParallelV1", (torch.nn.Module,), {}),
+        type("FullyShardedDataParallelV2", (torch.nn.Module,), {}),
+        type("ExperimentalFsdpLinear", (FsdpModule,), {}),
+    ],
+)
+def test_a_sharding_wrapper_is_refused_by_any_of_its_names(kind):
+    """A wrapper is known by any name in its ancestry, those of Megatron's main included, and named as it is."""
+    refused = _preflight.refusal(_call(kind()))
 
     assert refused is not None
-    assert refused.text.startswith("the model is wrapped in Sharded, ")
+    assert refused.text.startswith(f"the model is wrapped in {kind.__name__}, ")
+
+
+@pytest.mark.parametrize(("choice", "refused"), [("refuse", True), ("allow", False), (None, False)])
+def test_an_untested_release_is_refused_where_that_is_asked_for(choice, refused, monkeypatch):
+    """By name, as every other refusal, and only if the environment says so."""
+    monkeypatch.setattr(megatron, "untested_release", lambda: "0.99.0")
+    if choice is None:
+        monkeypatch.delenv("PP_FREE_WARMUP_UNTESTED", raising=False)
+    else:
+        monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", choice)
+    found = _preflight.refusal(_call())
+
+    assert (found is not None) == refused
+    assert found is None or (found.name, "0.99.0" in found.text) == ("untested-megatron", True)
+
+
+def test_a_tested_release_is_never_refused_as_untested(monkeypatch):
+    """Whoever refuses untested releases still gets the tested ones warmed."""
+    monkeypatch.setattr(megatron, "untested_release", lambda: "")
+    monkeypatch.setenv("PP_FREE_WARMUP_UNTESTED", "refuse")
+
+    assert _preflight.refusal(_call()) is None
 
 
 @pytest.mark.parametrize("field", _preflight.REFUSED_FIELDS)
@@ -169,7 +209,7 @@ def forward_backward_no_pipelining() -> None:
     [
         (_schedule, 2, 2, ""),
         (_schedule, 1, 2, "the pipeline has one stage"),
-        (_schedule, 2, 0, "the call has no microbatches"),
+        (_schedule, 2, 0, ""),
         (forward_backward_no_pipelining, 2, 2, "the schedule has no pipeline"),
     ],
 )
@@ -198,7 +238,8 @@ def test_a_call_without_microbatches_leaves_the_kind_open():
     first = schedule.warmup.report
     call(training, schedule)
 
-    assert (first.outcome, first.reason) == ("skipped", "the call has no microbatches")
+    told = "rank 0: the call has no microbatches; rank 1: the call has no microbatches"
+    assert (first.outcome, first.reason) == ("skipped", told)
     assert schedule.warmup.report.outcome == "warmed"
 
 
@@ -221,3 +262,55 @@ def test_a_refused_feature_in_a_real_run():
 
     assert training.forward_step.counts == (0, 2 * SMALL.num_microbatches)
     assert warmup.report.reason.count("[te-cpu-offload]") == 2
+
+
+LAYOUTS = {
+    "virtual": VIRTUAL,
+    "virtual, experts": replace(VIRTUAL, moe=True),
+    "virtual, predicting": replace(VIRTUAL, mtp=1),
+    "ends of their own": replace(SMALL, pp=4, options={"pipeline_model_parallel_layout": "E|t|t|L"}),
+    "virtual, ends of their own": replace(VIRTUAL, layers=2, options={"pipeline_model_parallel_layout": "E|t|t|L"}),
+    "virtual, predicting under a layout": replace(
+        VIRTUAL, layers=3, mtp=1, options={"pipeline_model_parallel_layout": "Et|t|t|mL"}
+    ),
+    "predicting in a stage of its own": replace(
+        SMALL, pp=4, mtp=1, options={"pipeline_model_parallel_layout": "E|tt|m|L"}
+    ),
+}
+
+
+def _placed(name: str, headless: bool) -> str:
+    layout = LAYOUTS[name]
+    if layout.mtp and layout.options and "mtp_standalone" not in TransformerConfig.__dataclass_fields__:
+        return "this release cannot"
+    models.parallel(layout.pp, layout.vp)
+    chunks = build_chunks(layout)  # without an optimizer, which is no matter here
+    training = models.Training(layout, chunks, None, [None] * len(chunks))
+    if headless:  # as a reward model, whose last chunk has a head of its own instead
+        for chunk in training.chunks:
+            megatron.unwrapped(chunk).post_process = False
+    refused = _preflight.refusal(read_call(schedules.forward_step, training.schedule_arguments()))
+    return "" if refused is None else refused.told
+
+
+@pytest.mark.parametrize("headless", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatrons_own_placements_are_not_refused(name, headless):
+    """Layouts of every form are where Megatron's schedules expect them, with a head of their own or not."""
+    assert set(run_on_ranks(_placed, LAYOUTS[name].pp, name, headless)) <= {"", "this release cannot"}
+
+
+@ranks(2)
+def test_chunks_that_lie_in_a_v_are_refused_by_name():
+    """Where the first stage's second chunk is the pipeline's last one, the run goes on cold, and says why."""
+    training = pipeline(VIRTUAL)
+    megatron.unwrapped(training.chunks[1]).post_process = dist.get_rank() == 0
+    schedule = warm_first_call(_counts_microbatches)
+    counted = call(training, schedule)
+
+    assert counted == VIRTUAL.num_microbatches
+    assert training.forward_step.counts == (0, 0)
+    assert schedule.warmup.report.reason.startswith(
+        "rank 0: chunk 1 has post_process=True, but is not the last one of Megatron's interleaved schedule "
+        "[another-placement]; "
+    )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +17,14 @@ WARMED = WarmupReport(
     seconds={"save": 0.01, "forward[0]": 2.0, "backward[0]": 1.0, "pass": 3.0, "channels": 0.25},
     total_s=3.5,
     stages=(
-        StageReport(0, 2, {"forward[0]": 1.5, "pass": 2.0}, {"forward[0]": 2.0, "pass": 3.0}),
+        StageReport(
+            0,
+            2,
+            {"forward[0]": 1.5, "pass": 2.0},
+            {"forward[0]": 2.0, "pass": 3.0},
+            {"forward[0]": 4, "pass": 4},
+            {"forward[0]": 6, "pass": 6},
+        ),
         StageReport(
             1,
             2,
@@ -54,15 +64,63 @@ def test_a_skip_says_why_and_nothing_else(report, line):
     assert str(report) == line
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "config.cpu_offloading=True: its context learns [te-cpu-offload]; turn it off",
+        "expected [s, b, 2, h], got [/dev/x] and [bold]nothing[/bold] of \\[this] :warning:",
+        "rank 3: " + "a path that is long/" * 20,
+    ],
+)
+def test_a_report_prints_what_it_was_given(reason):
+    """Ids, shapes, paths and long lines come out as they are: nothing in a reason is markup."""
+    skipped = WarmupReport("skipped", "training", reason=reason)
+    failed = replace(WARMED, outcome="failed", reason=reason)
+
+    assert str(skipped) == f"pp_free_warmup: skipped: {reason}"
+    assert str(failed).splitlines()[0] == f"pp_free_warmup: failed: {reason}"
+
+
+LOGGING = """
+import logging, sys
+from pp_free_warmup._agreement.ballot import Ballot
+from pp_free_warmup._report import say
+if sys.argv[1] == "drops warnings":
+    dropping = lambda record: record.levelno != logging.WARNING
+    logging.getLogger("pp_free_warmup").addFilter(dropping)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger().handlers[0].addFilter(dropping)
+    logging.getLogger("pp_free_warmup").warning("never seen")
+say("pp_free_warmup: 100 % of [te-cpu-offload]")
+say("pp_free_warmup: said before", logging.DEBUG)
+assert Ballot.watching.__wrapped__.__defaults__[0] is say  # progress goes the same way
+"""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "seen"),
+    [
+        ("says nothing about logging", "pp_free_warmup: 100 % of [te-cpu-offload]\n"),
+        ("drops warnings", "NOTICE pp_free_warmup: 100 % of [te-cpu-offload]\n"),
+    ],
+)
+def test_what_a_user_must_see_is_seen(trainer, seen):
+    """Under Python's own defaults, and where records of level WARNING exactly are dropped, as Megatron-Bridge does."""
+    line = [sys.executable, "-W", "ignore", "-c", LOGGING, trainer]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+
+    assert (ended.returncode, ended.stderr) == (0, seen)
+
+
 def test_the_table_has_a_row_per_stage_and_a_column_per_phase():
-    """`str` shows every stage's phases: one number, or from quickest to slowest rank; a dash where there is none."""
+    """`str` shows every stage's phases: one number, or the quickest and slowest rank's; a dash where there is none."""
     lines = str(WARMED).splitlines()
     cells = [[cell.strip() for cell in line.replace("\u2503", "\u2502").split("\u2502")[1:-1]] for line in lines]
 
     assert lines[0] == WARMED.headline()
     assert [row for row in cells if row] == [
         ["stage", "forward[0]", "pass", "backward[0]"],
-        ["0", "1.50-2.00", "2.00-3.00", "-"],
+        ["0", "1.50 (rank 4) - 2.00 (rank 6)", "2.00 (rank 4) - 3.00 (rank 6)", "-"],
         ["1", "4.00", "7.00", "2.50"],
     ]
 
@@ -89,6 +147,7 @@ def test_the_dictionary_is_ready_for_json():
     assert as_json["stages"][1]["most"]["pass"] == 7.001
     assert as_json["seconds"] == WARMED.seconds
     assert as_json["kind"] == "training"
+    assert as_json["stages"][0]["slowest"] == {"forward[0]": 6, "pass": 6}
 
 
 def test_a_stopwatch_adds_up():

@@ -205,7 +205,7 @@ def _with_counter(counter: list[int], iterator: Any, chunk: Any) -> Any:
 STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "closure": (_closing_over, "forward_step_func closure count[0]: 0 -> 1"),
     "method": (lambda: Stepping().step, "forward_step_func self.steps: 0 -> 1"),
-    "object": (Stepping, "forward_step_func object.steps: 0 -> 1"),
+    "object": (Stepping, "forward_step_func.steps: 0 -> 1"),
     "partial": (lambda: functools.partial(_with_counter, [0]), "forward_step_func argument 0[0]: 0 -> 1"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pp_free_warmup._agreement.ballot import Ballot
-from pp_free_warmup._agreement.words import Decision, Reason, Spread, Tally, Word, decide
+from pp_free_warmup._agreement.calls import Call
+from pp_free_warmup._agreement.words import FAILURES, Decision, Reason, Spread, Tally, Word, decide
 
-__all__ = ["Ballot", "Decision", "Reason", "Spread", "Tally", "Word", "decide"]
+__all__ = ["FAILURES", "Ballot", "Call", "Decision", "Reason", "Spread", "Tally", "Word", "decide"]

@@ -6,19 +6,21 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from pp_free_warmup import _megatron as megatron
+from pp_free_warmup._agreement.calls import Call
 from pp_free_warmup._agreement.halls import Hall, timeout_of
 from pp_free_warmup._agreement.mailbox import Mailbox, StoreLost, store_host
 from pp_free_warmup._agreement.meeting import Meeting
 from pp_free_warmup._agreement.pace import Pace
-from pp_free_warmup._agreement.signs import Heart, gone
-from pp_free_warmup._agreement.watcher import Watcher, logger
-from pp_free_warmup._agreement.words import Decision, Tally, Word
+from pp_free_warmup._agreement.signs import STUCK_TIMEOUTS, Heart, gone
+from pp_free_warmup._agreement.watcher import Watcher
+from pp_free_warmup._agreement.words import FAILURES, Decision, Tally, Word
+from pp_free_warmup._report import say
 from pp_free_warmup.errors import RankSilent, WarmupError
 
 PROGRESS_SECONDS = 30.0
@@ -41,6 +43,7 @@ class Ballot:
             (tensor x data x context), else tensor and then data x context.
         timeout: Seconds without a sign of life after which a rank counts as lost; None takes the
             pipeline group's own timeout.
+        call: Which call this rank is in, told with every word; None tells nothing.
 
     Raises:
         UnsupportedSetup: The process groups have no store.
@@ -56,8 +59,11 @@ class Ballot:
                     ballot.vote(Word.GO, detail={"pass": seconds})
     """
 
-    def __init__(self, pipeline: Any, stage: Sequence[Any], timeout: float | None = None) -> None:
+    def __init__(
+        self, pipeline: Any, stage: Sequence[Any], timeout: float | None = None, call: Call | None = None
+    ) -> None:
         rank = dist.get_rank()
+        self._call = call
         with _store_answers():
             self._mailbox = Mailbox.of_world()
         groups = [megatron.inner_group(group) for group in (*stage, pipeline) if group is pipeline or group.size() > 1]
@@ -71,6 +77,8 @@ class Ballot:
         self._watcher: Watcher | None = None
         self._heard: Decision | None = None
         self._failed = False
+        self._rank, self._pipeline = rank, Hall(groups[-1], self._mailbox, rank)
+        self._note = False
 
     def vote(self, word: Word, reason: str = "", detail: Mapping[str, float] | None = None) -> Decision:
         """Say a word and return what all ranks of the call do.
@@ -81,7 +89,7 @@ class Ballot:
             detail: Numbers to carry along, such as phase seconds; summed up per stage.
 
         Returns:
-            The same decision on every rank. `Word.FAILED` is returned, not raised.
+            The same decision on every rank. A failure is returned, not raised.
 
         Raises:
             RankSilent: A rank gave no sign of life for longer than the timeout, or the store is gone.
@@ -93,7 +101,7 @@ class Ballot:
             if heard is None:
                 raise _store_lost(lost) from lost
             decision = heard
-        self._failed = decision.word is Word.FAILED
+        self._failed = decision.word in (Word.FAILED, Word.STOP)
         if self._failed:
             self.linger()
         if decision.silent:
@@ -107,21 +115,40 @@ class Ballot:
         return ended if ended is not None and ended.word is Word.FAILED else None
 
     def _held(self, word: Word, reason: str, detail: Mapping[str, float] | None) -> Decision:
-        if word is Word.FAILED and BROKEN_OFF.search(reason):
-            reason += self._gone()
-        decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail))
+        if word in FAILURES and BROKEN_OFF.search(reason):
+            gone = self._gone()
+            word, reason = (Word.FAILED if gone else word), reason + gone
+        decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail, self._call))
         if self._watcher is None:
             self._take_sign_away()
         return decision
 
     def tell(self, phase: str, progress: int = 0) -> None:
-        """Note what this rank does now, for the others to see; cheap, no communication.
+        """Note what this rank does now, and show it to the others; cheap, and no wait for anybody.
 
         Args:
             phase: A few words, such as ``"forward of chunk 0"``.
             progress: Any number that changes as the phase gets on.
         """
         self._heart.tell(phase, progress)
+        if self._watcher is None:  # a sign that nobody takes away again would outlive the call
+            return
+        with suppress(StoreLost):  # the next vote says so
+            self._heart.beat(self._pace.news)
+
+    def leave(self, note: str) -> None:
+        """Leave a note for the ranks of this one's pipeline, who read it after the coming vote.
+
+        The next one overwrites it, so there has to be another vote between reading and that; the last
+        one is taken away at the end of `watching`.
+        """
+        self._mailbox.write(self._pipeline.note_of(self._rank), note)
+        self._note = True
+
+    def left_by_pipeline(self) -> list[str]:
+        """Return the notes of this rank's pipeline, in its order; every rank of it must have left one."""
+        notes = [self._mailbox.peek(self._pipeline.note_of(rank)) for rank in self._pipeline.ranks]
+        return [note for note in notes if note is not None]
 
     def linger(self) -> None:
         """Wait until every rank that lives has seen the decision, before this one raises and may exit.
@@ -131,9 +158,7 @@ class Ballot:
         time.sleep(self._pace.linger)
 
     @contextmanager
-    def watching(
-        self, on_progress: Callable[[str], None] = logger.info, every: float = PROGRESS_SECONDS
-    ) -> Iterator[None]:
+    def watching(self, on_progress: Callable[[str], None] = say, every: float = PROGRESS_SECONDS) -> Iterator[None]:
         """Show signs of life from a thread during the block, and log other ranks' failures as they happen.
 
         An error that leaves the block is told to the others, unless a vote has ended in failure.
@@ -170,7 +195,7 @@ class Ballot:
         try:
             self._meeting.give_up(Tally.of(dist.get_rank(), Word.FAILED, reason))
         except StoreLost as lost:  # the error that ends the block has more to say than this
-            logger.warning("pp_free_warmup: the store of the process groups is lost: %s", lost)
+            say(f"pp_free_warmup: the store of the process groups is lost: {lost}")
 
     def _gone(self) -> str:
         """Say which peers stopped giving signs of life, unless one has told why it failed; takes a few seconds.
@@ -184,8 +209,11 @@ class Ballot:
     def _take_sign_away(self) -> None:
         try:
             self._heart.stop()
+            if self._note:
+                self._note = False
+                self._mailbox.forget([self._pipeline.note_of(self._rank)])
         except StoreLost as lost:  # whatever ends the block has more to say than this
-            logger.warning("pp_free_warmup: the store of the process groups is lost: %s", lost)
+            say(f"pp_free_warmup: the store of the process groups is lost: {lost}")
 
 
 def _halls(groups: Sequence[Any], mailbox: Mailbox, rank: int) -> list[Hall]:
@@ -212,10 +240,12 @@ def _store_answers() -> Iterator[None]:
 
 def _rank_silent(silent: str, timeout: float) -> RankSilent:
     return RankSilent(
-        "The warmup was given up on all ranks: some gave no sign of life.",
-        found=f"{silent}; expected one at least every {timeout:.0f} s.",
+        "The warmup was given up on all ranks: some were not heard of, or got nowhere.",
+        found=f"{silent}; expected a sign of life at least every {timeout:g} s, and progress at least every "
+        f"{STUCK_TIMEOUTS * timeout:g} s.",
         matters="Ranks that go on without the others would wait for them in the pipeline until its timeout.",
-        do="Look at the named ranks' logs; a rank that is only slow needs a longer timeout=.",
+        do="Look at the named ranks' logs. A rank that never came to this call may have no pipeline_warmup block "
+        "around it, or may have left before it; a rank that is only slow needs a longer timeout=.",
     )
 
 

@@ -82,6 +82,10 @@ class Hall:
         """Return the key under which *rank*, a member of the group, says that it has no voice in it."""
         return f"{self.place.name}/no voice {rank}"
 
+    def note_of(self, rank: int) -> str:
+        """Return the key under which *rank*, a member of the group, leaves a note for the others."""
+        return f"{self.place.name}/note of {rank}"
+
     def rise(self) -> None:
         """Go on to the next vote."""
         self._places[self._group] = self.place.later(1)

@@ -94,7 +94,8 @@ class Meeting:
     def progress(self) -> str:
         """Say what each stage does now; for the rank that `chairs`."""
         phases = read_phases(self._mailbox, self._top.ranks)
-        return "; ".join(f"stage {stage}: {phases[rank]}" for stage, rank in enumerate(self._top.ranks))
+        stages = "; ".join(f"stage {stage}: {phases[rank]}" for stage, rank in enumerate(self._top.ranks))
+        return f"pp_free_warmup: {stages}"
 
     def _begin(self, mine: Tally) -> None:
         if self._in_last_group and self._box is None:

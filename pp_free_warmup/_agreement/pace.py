@@ -22,10 +22,12 @@ class Pace:
 
     Attributes:
         sign: Seconds between two signs of life, and between two looks at others'.
+        news: The same for a sign that tells a new phase: all ranks change phase at about the same time.
     """
 
     def __init__(self, timeout: float, ranks: int) -> None:
         self.sign = min(timeout / 8, max(1.0, ranks / 2000))
+        self.news = min(self.sign, ranks / 20_000)
         self._eager = max(0.1, ranks / 10_000)
         self._patient = max(1.0, ranks / 3000)
 

@@ -81,11 +81,15 @@ class Heart:
         with self._lock:
             self._moves += 1
 
-    def beat(self) -> None:
-        """Publish a sign, unless the last one is still fresh."""
+    def beat(self, period: float | None = None) -> None:
+        """Publish a sign, unless the last one is still fresh.
+
+        Args:
+            period: Seconds for which a sign is fresh; None takes the usual ones.
+        """
         with self._lock:
             now = time.monotonic()
-            if now - self._last < self._period:
+            if now - self._last < (self._period if period is None else period):
                 return
             self._last = now
             self._beats += 1

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 from collections.abc import Callable
 
 from pp_free_warmup._agreement.mailbox import StoreLost
 from pp_free_warmup._agreement.words import Decision, Word
-
-logger = logging.getLogger("pp_free_warmup")
+from pp_free_warmup._report import logger, say
 
 
 class Watcher:
@@ -69,7 +67,7 @@ class Watcher:
                     told = time.monotonic()
                     self._on_progress(self._progress())
         except StoreLost as lost:
-            logger.warning("pp_free_warmup: the store of the process groups is lost: %s", lost)
+            say(f"pp_free_warmup: the store of the process groups is lost: {lost}")
 
     def _listen(self) -> None:
         if self.heard is not None:

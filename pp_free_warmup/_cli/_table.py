@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pp_free_warmup._cli._results import COLD_FACTOR, STEADY_FACTOR, Result, cores
+from pp_free_warmup._cli._which_megatron import imported_version
 
 DIFFERENCES_SHOWN = 10
 
@@ -15,7 +16,7 @@ DIFFERENCES_SHOWN = 10
 def show(result: Result, console: Console) -> None:
     """Print the table, the law and whether anything differs."""
     plan = result.plan
-    software = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch"))
+    software = f"megatron-core {imported_version()}, torch {version('torch')}"
     for line in ("", plan.title(), f"{software}; {cores()} cores{_repeated(result)}"):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_table(result))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pp_free_warmup._cli._values import at_least, seconds
+from pp_free_warmup._cli._which_megatron import imported_version
 from pp_free_warmup._cli.doctor import DISTRIBUTIONS, installed
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ def _versions() -> dict[str, str | None]:
     import torch
 
     found = {"python": sys.version.split()[0], **{name: installed(name) for name in (*DISTRIBUTIONS, "triton")}}
+    found["megatron-core"] = imported_version()
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

@@ -11,10 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from pp_free_warmup._megatron.groups import Groups
+from pp_free_warmup._megatron.shapes import Shape
 from pp_free_warmup._undo import swapped
-
-# Three numbers, because the shape exchange of variable_seq_lengths and mtp_standalone sends exactly three.
-SHAPE = (1, 1, 1)
 
 
 def communicator_of(groups: Groups, config: Any) -> Any:
@@ -22,7 +20,7 @@ def communicator_of(groups: Groups, config: Any) -> Any:
     return groups.communicator if groups.communicator is not None else P2PCommunicator(groups.pipeline, config)
 
 
-def exchange(communicator: Any, *, forward: bool, wraps: bool) -> None:
+def exchange(communicator: Any, shape: Shape, *, forward: bool, wraps: bool) -> None:
     """Send one number to the neighbour in one direction, and receive the other neighbour's.
 
     Goes through Megatron's `_communicate` and so takes its groups (with two stages, unbatched, also
@@ -30,19 +28,20 @@ def exchange(communicator: Any, *, forward: bool, wraps: bool) -> None:
 
     Args:
         communicator: A P2PCommunicator.
+        shape: What to send, see `probe_shape`.
         forward: Towards the last stage, else towards the first.
         wraps: Also between the last stage and the first, as virtual stages need.
     """
     group, config = communicator.pp_group, communicator.config
     before = wraps or group.rank() > 0
     after = wraps or group.rank() < group.size() - 1
-    number = torch.zeros(SHAPE, device=torch.cuda.current_device(), dtype=config.pipeline_dtype)
+    number = torch.zeros(shape, device=torch.cuda.current_device(), dtype=config.pipeline_dtype)
     communicator._communicate(
         tensor_send_next=number if forward and after else None,
         tensor_send_prev=number if not forward and before else None,
         recv_prev=forward and before,
         recv_next=not forward and after,
-        tensor_shape=SHAPE,
+        tensor_shape=shape,
     )
 
 

@@ -85,7 +85,7 @@ def check_contract() -> None:
         return
     name, seen, expected = problem
     raise UnsupportedMegatron(
-        f"megatron-core {megatron_version} is not supported: {name} has an unknown form.",
+        f"megatron-core {megatron_version.partition('+')[0]} is not supported: {name} has an unknown form.",
         found=f"{seen}; expected {expected}.",
         matters="A warmup built on a guess could run the wrong step or exchange real tensors.",
         do="Install megatron-core 0.14 to 0.19, or set PP_FREE_WARMUP=0 to run without the warmup.",

@@ -37,6 +37,11 @@ def is_initialized() -> bool:
     return bool(parallel_state.model_parallel_is_initialized())
 
 
+def has_stages() -> bool:
+    """Tell whether Megatron's own pipeline group exists and has more than one rank."""
+    return is_initialized() and parallel_state.get_pipeline_model_parallel_world_size() > 1
+
+
 def generation_of(keywords: Mapping[str, Any]) -> Any:
     """Return the group object whose channels a call uses: a new one after groups were rebuilt."""
     return inner_group(pipeline_group_of(keywords))

@@ -30,8 +30,11 @@ SCHEDULE_NAMES = (
 REQUIRED_KEYWORDS = frozenset(
     {"forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"}
 )
-FULLY_SHARDED = {"MegatronFSDP", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "FSDPModule"}
-Shape = tuple[int, ...]
+FULLY_SHARDED = {
+    *("MegatronFSDP", "FullyShardedDataParallel", "TorchFullyShardedDataParallel", "FSDPModule"),
+    # The branch main, 2026-08: the adapter's two kinds, and the base that its second kind mixes into each module.
+    *("FullyShardedDataParallelV1", "FullyShardedDataParallelV2", "FsdpModule"),
+}
 
 
 def schedule_module() -> Any:
@@ -83,54 +86,6 @@ def is_last(groups: Groups, chunk: int, chunks: int) -> bool:
     return bool(is_pp_last_stage(groups.pipeline)) and chunk == chunks - 1
 
 
-def hidden_states_in(config: Any, groups: Groups, *, last_chunk: bool) -> int:
-    """Return how many hidden states arrive, one after the other along the sequence.
-
-    A stage behind one with multi-token prediction alone receives the model's and each prediction's
-    (`mtp_standalone`, 0.16 to 0.19; `process_mtp_loss` takes them apart again).
-
-    Args:
-        config: Megatron's config.
-        groups: The groups of the call.
-        last_chunk: Whether it is this stage's last chunk: only there can such layers lie before it.
-    """
-    if not getattr(config, "mtp_standalone", False) or not last_chunk:
-        return 1
-    stages = config.pipeline_model_parallel_layout.layout[: groups.pipeline.rank()]
-    predicted = any(layer.name == "mtp" for chunks in stages for layer in chunks[-1])
-    return 1 + config.mtp_num_layers if predicted else 1
-
-
-def receive_shapes(keywords: Mapping[str, Any], config: Any, groups: Groups, interleaved: bool) -> list[Shape]:
-    """Return the shapes that a stage receives: ``[(sequence, microbatch, hidden)]``, or ``[()]`` if variable.
-
-    Raises:
-        TypeError: `get_tensor_shapes` of this release wants something unknown (the contract check
-            runs before).
-    """
-    if interleaved:  # forward_backward_pipelining_with_interleaving builds the shape inline, 0.14 to 0.19
-        if config.variable_seq_lengths:
-            return [()]
-        length = keywords["seq_length"] // groups.context.size()
-        length = length // groups.tensor.size() if config.sequence_parallel else length
-        return [(length, keywords["micro_batch_size"], config.hidden_size)]
-    offered = {
-        "seq_length": keywords["seq_length"],
-        "micro_batch_size": keywords["micro_batch_size"],
-        "decoder_seq_length": keywords.get("decoder_seq_length"),
-        "config": config,
-        "tp_group": groups.tensor,
-        "cp_group": groups.context,
-        "pp_group": groups.pipeline,
-        "is_recv": True,
-    }
-    receive = _called_by_name(schedules.get_tensor_shapes, offered)
-    adjust = keywords.get("adjust_tensor_shapes_fn")
-    if adjust is not None:
-        receive, _ = adjust(receive, _called_by_name(schedules.get_tensor_shapes, {**offered, "is_recv": False}))
-    return [() if config.variable_seq_lengths else tuple(shape) for shape in receive]
-
-
 def forward_step(*, leading: tuple[Any, ...], **offered: Any) -> tuple[Any, Any]:
     """Run Megatron's `forward_step`: seven leading arguments by position, the rest by name.
 
@@ -158,7 +113,7 @@ def backward_step(input_tensor: Any, output: Any, gradient: Any, *, model: torch
     }
     if "model_type" in inspect.signature(schedules.backward_step).parameters:
         offered["model_type"] = get_model_type(model)
-    return _called_by_name(schedules.backward_step, offered)
+    return called_by_name(schedules.backward_step, offered)
 
 
 def release_output(output: torch.Tensor, config: Any) -> None:
@@ -194,47 +149,9 @@ def _as_context(context: Any) -> AbstractContextManager[Any]:
     return context  # type: ignore[no-any-return]
 
 
-def _called_by_name(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+def called_by_name(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+    """Call *function* with those of the offered arguments that its signature has."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return function(**offered)
     return function(**{p.name: offered[p.name] for p in parameters if p.name in offered})
-
-
-def arriving_shape(
-    keywords: Mapping[str, Any], config: Any, groups: Groups, positional: tuple[Any, ...], named: Mapping[str, Any]
-) -> Shape:
-    """Work out the shape of an activation from what `forward_step_func` hands to a model chunk.
-
-    Stacks with variable lengths (slime, miles, verl) pass ``input_ids`` of ``[1, tokens]`` or
-    ``[microbatch, sequence]`` on every stage, already cut for context parallelism. Others (Megatron
-    Bridge) pass labels alone on the last stage, and on a middle one at most how long the packed
-    sequences are; failing that, the call's own ``seq_length`` counts. The embedding turns tokens into
-    ``[sequence, microbatch, hidden]``, divided by the tensor-parallel size under sequence
-    parallelism (megatron/core/models/gpt/gpt_model.py, 0.14 to 0.19).
-    """
-    microbatch, length = (
-        _size_of_tokens(positional, named)
-        or _size_of_packed(named.get("packed_seq_params"), groups)
-        or (keywords["micro_batch_size"], keywords["seq_length"] // groups.context.size())
-    )
-    return (length // (groups.tensor.size() if config.sequence_parallel else 1), microbatch, config.hidden_size)
-
-
-def _size_of_tokens(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Read microbatch and length off the first argument that has one number per token."""
-    given = {**dict(zip(("input_ids", "position_ids"), positional, strict=False)), **named}
-    for name in ("input_ids", "labels", "position_ids"):
-        value = given.get(name)
-        if isinstance(value, torch.Tensor) and value.dim() == 2:
-            return int(value.shape[0]), int(value.shape[1])
-    return None
-
-
-def _size_of_packed(packed: Any, groups: Groups) -> tuple[int, int] | None:
-    """Read the tokens of one context-parallel rank off PackedSeqParams; padded ends count."""
-    for name in ("cu_seqlens_q_padded", "cu_seqlens_q"):
-        ends = getattr(packed, name, None)
-        if isinstance(ends, torch.Tensor):
-            return 1, int(ends[-1]) // groups.context.size()
-    return None

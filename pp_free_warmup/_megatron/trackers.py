@@ -50,10 +50,12 @@ def loss_trackers() -> Iterator[Slot]:
     """Yield the places where layers gather losses for the log, each with an empty one to lend.
 
     MoE keeps a dict in `moe_utils` (0.14 to 0.17), then an object in `moe_logging` that is made at its
-    first use (0.18 on); MTP keeps a class attribute in all releases, DSA from 0.16 on.
+    first use (0.18 on); MTP keeps a class attribute in all releases, DSA from 0.16 on. How far experts
+    were overloaded is gathered in another object of `moe_logging` (the branch `dev`, 2026-08).
     """
     yield from _slots(loaded(f"{MOE}.moe_utils"), "_MOE_LAYER_WISE_LOGGING_TRACKER", {})
     yield from _slots(loaded(f"{MOE}.moe_logging"), "_MOE_METRICS_TRACKER", None)
+    yield from _slots(loaded(f"{MOE}.moe_logging"), "_MOE_OVERLOAD_FACTOR_TRACKER", None)
     yield from _slots(MTPLossLoggingHelper, "tracker", {})
     yield from _slots(named(DSA, "DSAIndexerLossLoggingHelper"), "tracker", {})
 

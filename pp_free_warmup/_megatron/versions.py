@@ -34,3 +34,14 @@ SUPPORTED_MEGATRON = (
     Release("0.18.2", ("3.12", "3.13"), "2.11.0"),
     Release("0.19.2", ("3.12", "3.13"), "2.11.0", every_time=True),
 )
+
+
+def is_tested(version: str) -> bool:
+    """Tell whether a version is of a series that the tests run with.
+
+    Example:
+        >>> is_tested("0.16.3"), is_tested("0.20.0")
+        (True, False)
+    """
+    series = version.partition("+")[0].split(".")[:2]
+    return ".".join(series) in {release.series for release in SUPPORTED_MEGATRON}

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -139,13 +140,34 @@ def _alive(pid):
     return status is not None and status[0] != "Z"
 
 
+@contextmanager
+def _interrupts(handler):
+    """Let processes that are started meanwhile ignore interrupts, or hear them whatever this one does."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_ranks_never_outlive_the_demo(number, tmp_path):
-    """However the demo is ended, its ranks end, and unless it was killed it leaves no files."""
+    """However the demo is ended, its ranks end, and unless it was killed it leaves no files.
+
+    A shell starts what it runs in the background with interrupts ignored, and so they stay: it is ended otherwise.
+    """
     line = [sys.executable, "-m", "pp_free_warmup", "demo", "--simulate-jit", "60"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as demo:
+    in_background = number == signal.SIGTERM
+    with (
+        _interrupts(signal.SIG_IGN if in_background else signal.default_int_handler),
+        subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as demo,
+    ):
         ranks = _started(demo, least=3)  # both ranks, and the process that they are forked from
+        if in_background:
+            demo.send_signal(signal.SIGINT)
+            time.sleep(1.0)
+            assert demo.poll() is None
         demo.send_signal(number)
         assert demo.wait(timeout=60) != 0
     deadline = time.monotonic() + 120

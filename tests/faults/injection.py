@@ -53,6 +53,7 @@ class Result:
         error: The error's type name; empty if the call returned.
         text: The error's text, its causes included.
         outcome: The report's outcome.
+        reason: The report's reason.
         seconds: From the fault's earliest moment (when the call began) to the call's end.
         leaks: Every field that differs: after an error from before the call, else from a run without a warmup.
     """
@@ -60,12 +61,19 @@ class Result:
     error: str
     text: str
     outcome: str
+    reason: str
     seconds: float
     leaks: list[str]
 
 
-def on_rank(trial: Trial, twins: str) -> Result:
-    """Run one trial on this rank; *twins* is where the runs without a warmup left their states."""
+def on_rank(trial: Trial, mode: str, twins: str) -> Result:
+    """Run one trial on this rank, and one step more if it goes on.
+
+    Args:
+        trial: What to do, and where.
+        mode: What to pass as ``on_failure``.
+        twins: Where the runs without a warmup left their states.
+    """
     with groups_that_wait(GROUP):
         training = models.build(LAYOUTS[trial.layout][1])
     before = observed(training.chunks, training.optimizer).fields
@@ -74,10 +82,10 @@ def on_rank(trial: Trial, twins: str) -> Result:
     error: BaseException | None = None
     with ExitStack() as placed:
         enabled, guards = place(trial, training, placed)
-        block = pipeline_warmup(training.chunks, enabled=enabled, timeout=SILENCE, extra_guards=guards)
+        block = pipeline_warmup(training.chunks, enabled=enabled, timeout=SILENCE, extra_guards=guards, on_failure=mode)
         try:
             with block:
-                step(training)
+                steps(training)
         except BaseException as failure:  # noqa: BLE001 - how a call fails is what a trial asks
             error = failure
     seconds = time.monotonic() - began
@@ -85,25 +93,33 @@ def on_rank(trial: Trial, twins: str) -> Result:
     if error is None:
         before = pickle.loads(Path(twins, f"{trial.layout} {dist.get_rank()}").read_bytes())
         after = without_identity(after)
-    leaks = changes(before, after)
-    return Result("" if error is None else type(error).__name__, _text(error), block.report.outcome, seconds, leaks)
+    # Where the real step itself complains, what it left is what it leaves without a warmup, too.
+    leaks = [] if block.report.outcome == "failed" and in_own_words(trial, mode) else changes(before, after)
+    kind, report = "" if error is None else type(error).__name__, block.report
+    return Result(kind, _text(error), report.outcome, report.reason, seconds, leaks)
 
 
 def twin(layout: str, twins: str) -> None:
-    """Take the step without a warmup and write down the state after it."""
+    """Take the steps without a warmup and write down the state after them."""
     training = models.build(LAYOUTS[layout][1])
     observed(training.chunks, training.optimizer)
     dist.barrier()
-    step(training)
+    steps(training)
     fields = without_identity(observed(training.chunks, training.optimizer).fields)
     Path(twins, f"{layout} {dist.get_rank()}").write_bytes(pickle.dumps(fields))
 
 
-def step(training: Any) -> None:
-    """Call the schedule as Megatron's trainer does, without the optimizer's step."""
+def steps(training: Any) -> None:
+    """Call the schedule as Megatron's trainer does, and take one whole step more."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     get_forward_backward_func()(**training.schedule_arguments())
+    training.step()
+
+
+def in_own_words(trial: Trial, mode: str) -> bool:
+    """Tell whether the real step is to run and to fail, as without a warmup: it has no data."""
+    return trial.fault == "exhaust" and mode == "continue"
 
 
 def _text(error: BaseException | None) -> str:
@@ -125,7 +141,7 @@ def place(trial: Trial, training: Any, placed: ExitStack) -> tuple[bool, list[An
     if trial.fault == "off":
         return False, []
     if trial.fault == "warm":
-        ledger.write((training.chunks[0],), TRAINING, Page(warm=True, generation=None))
+        ledger.write((training.chunks[0],), TRAINING, Page(warm=True))
     if trial.fault == "exhaust":
         training.iterators[:] = [None if one is None else iter(()) for one in training.iterators]
     if trial.fault == "refuse":

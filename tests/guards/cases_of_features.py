@@ -123,6 +123,44 @@ def _log(call):
         DSA.DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, 1, 2)
 
 
+class Overload:
+    """What the branch dev keeps beside the losses; stands in for it elsewhere."""
+
+    def __init__(self):
+        self.timeline = []
+
+    def record_bwd(self, tokens, balanced):
+        self.timeline.append(tokens)
+
+
+def _calm_call(stack):
+    """Make a call in a process whose experts have recorded nothing yet."""
+    logging = stack.enter_context(present(f"{MOE}.moe_logging"))
+    stack.enter_context(swapped(logging, "_MOE_OVERLOAD_FACTOR_TRACKER", None))
+    stack.enter_context(swapped(logging, "Overload", getattr(logging, "MoEOverloadFactorTracker", Overload)))
+    return call_of(plain())
+
+
+def _overloaded_call(stack):
+    call = _calm_call(stack)
+    _overload(call)
+    return call
+
+
+def _overloads(call):
+    logging = sys.modules[f"{MOE}.moe_logging"]
+    tracker = logging._MOE_OVERLOAD_FACTOR_TRACKER
+    return [Same(logging), Same(tracker), tracker if tracker is None else dict(vars(tracker))]
+
+
+def _overload(call):
+    """Let one layer record its backward, as it does with `log_moe_overload_factor`."""
+    logging = sys.modules[f"{MOE}.moe_logging"]
+    if logging._MOE_OVERLOAD_FACTOR_TRACKER is None:
+        logging._MOE_OVERLOAD_FACTOR_TRACKER = logging.Overload()
+    logging._MOE_OVERLOAD_FACTOR_TRACKER.record_bwd(torch.tensor(3.0), torch.tensor(2.0))
+
+
 def _unscaled_call(stack):
     for scaler in SCALERS:
         first = scaler.main_loss_backward_scale if scaler is SCALERS[1] else None
@@ -619,6 +657,8 @@ def _profile(call):
 CASES = (
     Case(guards.loss_trackers, _unlogged_call, _losses, _log, variant="empty"),
     Case(guards.loss_trackers, _logged_call, _losses, _log, variant="filled"),
+    Case(guards.loss_trackers, _calm_call, _overloads, _overload, variant="no-overload"),
+    Case(guards.loss_trackers, _overloaded_call, _overloads, _overload, variant="overload"),
     Case(guards.loss_scales, _unscaled_call, _scales, _scale, variant="unset"),
     Case(guards.loss_scales, _scaled_call, _scales, _scale, variant="set"),
     Case(guards.router_replay, _replayed_call, _replays, _replay),

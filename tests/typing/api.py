@@ -40,6 +40,7 @@ def around_the_loop(models: list[torch.nn.Module], arguments: argparse.Namespace
         extra_guards=[my_guard],
         timeout=600,
         on_unsupported="raise",
+        on_failure="raise",
         verify=False,
         shapes=(),
         single_flight=None,
