@@ -22,6 +22,7 @@ SETUPS = {
     "offload": Setup(engine={"param_offload": True, "optimizer_offload": True}),
     "critic": Setup(critic=True),
     "router replay": Setup(replay=True),
+    "router replay, interleaved": Setup(replay=True, engine={"virtual_pipeline_model_parallel_size": 2}),
 }
 
 

@@ -18,8 +18,8 @@ from unittest import mock
 
 from eager import eager_attention, local_layers
 from trials import Life, Trace, started_by_torchrun
+from verl_rollouts import SAMPLES, VOCAB, batch_of, for_training, made_up, shared
 
-PROMPT, RESPONSE, SAMPLES, VOCAB = 6, 10, 8, 64
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -96,14 +96,47 @@ def _warmups(warmed: bool) -> list[tuple[str, str]]:
 
 
 def _worker(setup: Setup, folder: str, warmed: bool, kind: str, forward_only: bool = False) -> Any:
-    """Build a worker as verl's trainer configures it; its name for our three lines is ``external_lib``."""
+    """Build a worker as verl's trainer configures it."""
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
-    from verl.workers.config.engine import EngineRouterReplayConfig
+    from verl.workers.config import McoreOptimizerConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type=kind,
+            model_config=_model(setup, folder, warmed),
+            engine_config=_engine(setup, forward_only),
+            optimizer_config=McoreOptimizerConfig(lr=1e-2, total_training_steps=10, lr_decay_steps=10),
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.flops_counter = None  # asks for the GPU's name, to say how much of its peak is used
+    worker.reset()
+    worker.set_loss_fn(_loss(kind))
+    return worker
+
+
+def _model(setup: Setup, folder: str, warmed: bool) -> Any:
+    """Describe the model; its ``external_lib`` is how the warmup is switched on."""
+    from verl.workers.config import HFModelConfig
+
     Path(folder, "config.json").write_text(json.dumps(EXPERTS if setup.replay else DENSE))
-    engine = {
+    model = HFModelConfig(
+        path=folder,
+        load_tokenizer=False,
+        use_remove_padding=setup.packed,
+        override_config={"attn_implementation": "eager"},
+        external_lib="warm_verl" if warmed else None,
+    )
+    model.tokenizer = SimpleNamespace(pad_token_id=0)
+    return model
+
+
+def _engine(setup: Setup, forward_only: bool) -> Any:
+    from verl.workers.config import McoreEngineConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    settings = {
         "forward_only": forward_only,
         "infer_max_token_len_per_gpu": 48,
         "infer_micro_batch_size_per_gpu": 2,
@@ -114,32 +147,9 @@ def _worker(setup: Setup, folder: str, warmed: bool, kind: str, forward_only: bo
         "router_replay": EngineRouterReplayConfig("R2" if setup.replay else "disabled"),
         "sequence_parallel": False,
         "use_dynamic_bsz": False,
-        "use_mbridge": True,
-        "vanilla_mbridge": True,
-        **setup.engine,
+        "vanilla_mbridge": True,  # mbridge; the other one is Megatron-Bridge
     }
-    model = HFModelConfig(
-        path=folder,
-        load_tokenizer=False,
-        tokenizer=None,
-        use_remove_padding=setup.packed,
-        override_config={"attn_implementation": "eager"},
-        external_lib="warm_verl" if warmed else None,
-    )
-    model.tokenizer = SimpleNamespace(pad_token_id=0)
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type=kind,
-            model_config=model,
-            engine_config=McoreEngineConfig(**engine),
-            optimizer_config=McoreOptimizerConfig(lr=1e-2, total_training_steps=10, lr_decay_steps=10),
-            checkpoint_config=CheckpointConfig(),
-        )
-    )
-    worker.flops_counter = None  # asks for the GPU's name, to say how much of its peak is used
-    worker.reset()
-    worker.set_loss_fn(_loss(kind))
-    return worker
+    return McoreEngineConfig(**{**settings, **setup.engine})
 
 
 def _loss(kind: str) -> Any:
@@ -155,20 +165,20 @@ def _loss(kind: str) -> Any:
 def _rollout(number: int, setup: Setup, worker: Any, reference: Any, trace: Trace) -> None:
     """Do for one rollout what ``RayPPOTrainer.fit`` asks its workers for."""
     told = worker.engine.is_mp_src_rank_with_outputs()
-    data = _data(number)
+    data = made_up(number)
     if reference is not None:
-        asked = reference.infer_batch(_batch(data, calculate_entropy=False, compute_loss=False))
+        asked = reference.infer_batch(batch_of(data, calculate_entropy=False, compute_loss=False))
         if told:
             trace.add(f"rollout {number} reference log-probs", asked["log_probs"])
-    asked = worker.infer_batch(_batch(data, calculate_entropy=True, compute_loss=False, **_replaying(setup)))
+    asked = worker.infer_batch(batch_of(data, calculate_entropy=True, compute_loss=False, **_replaying(setup)))
     given = {}
     for name in ("log_probs", "entropy", "values", "routed_experts"):
         if told and name in asked:
             trace.add(f"rollout {number} {name}", asked[name])
             given[name] = asked[name]
-    data.update(_shared(_for_training(data, given) if told else {}))
+    data.update(shared(for_training(data, given) if told else {}))
     trained = worker.train_mini_batch(
-        _batch(
+        batch_of(
             data,
             calculate_entropy=True,
             compute_loss=True,
@@ -189,59 +199,6 @@ def _rollout(number: int, setup: Setup, worker: Any, reference: Any, trace: Trac
 
 def _replaying(setup: Setup) -> dict[str, bool]:
     return {"enable_routing_replay": True} if setup.replay else {}
-
-
-def _data(number: int) -> dict[str, Any]:
-    """Make up a rollout: prompts padded on the left, responses on the right."""
-    import torch
-
-    generator = torch.Generator().manual_seed(number)
-    draw = partial(torch.randint, generator=generator)
-    prompts, responses = draw(1, VOCAB, (SAMPLES, PROMPT)), draw(1, VOCAB, (SAMPLES, RESPONSE))
-    before = torch.arange(PROMPT) >= draw(0, PROMPT - 1, (SAMPLES, 1))
-    after = torch.arange(RESPONSE) < draw(3, RESPONSE + 1, (SAMPLES, 1))
-    mask = torch.cat([before, after], 1).long()
-    return {
-        "advantages": torch.rand(SAMPLES, RESPONSE, generator=generator),
-        "attention_mask": mask,
-        "input_ids": torch.cat([prompts, responses], 1) * mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "prompts": prompts,
-        "response_mask": after.long(),
-        "responses": responses,
-        "returns": torch.rand(SAMPLES, RESPONSE, generator=generator),
-    }
-
-
-def _batch(data: dict[str, Any], **settings: Any) -> Any:
-    """Bring a rollout into the form in which verl's trainer sends it to its workers."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    batch = left_right_2_no_padding(tu.get_tensordict(dict(data), non_tensor_dict={"temperature": 1.0}))
-    tu.assign_non_tensor(batch, **settings)
-    return batch
-
-
-def _for_training(data: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    from verl.workers.utils.padding import no_padding_2_padding
-
-    batch = _batch(data)
-    padded = {
-        name: no_padding_2_padding(asked[name], batch).float() for name in ("log_probs", "values") if name in asked
-    }
-    names = {"log_probs": "old_log_probs", "values": "values"}
-    routes = {name: asked[name] for name in asked if name == "routed_experts"}
-    return {**{names[name]: value for name, value in padded.items()}, **routes}
-
-
-def _shared(value: dict[str, Any]) -> dict[str, Any]:
-    """Send what the last stage answered to all, as the controller does."""
-    import torch.distributed as dist
-
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_world_size() - 1)
-    return box[0]
 
 
 @contextmanager
