@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 TOOLS = ("ruff==0.17.6", "import-linter==2.17", "pytest", "pytest-timeout")
@@ -125,6 +127,145 @@ def docs(session: nox.Session) -> None:
     _run(session, _here(), *build, "docs/_build/html", "-b", "html")
     _run(session, _here(), *build, "docs/_build/doctest", "-b", "doctest")
     session.log("the first page is docs/_build/html/index.html")
+
+
+class Client(NamedTuple):
+    """A trainer whose own code the tests run.
+
+    Attributes:
+        name: Of the test file and of the environment.
+        megatron: The release whose environment it shares: what is in there is not installed twice.
+        alone: What is installed without its dependencies, most of which need a GPU.
+        needed: What it imports of those.
+        built: Wheels for a newer glibc than this machine may have; they are only imported.
+    """
+
+    name: str
+    megatron: str
+    alone: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
+    built: tuple[str, ...] = ()
+
+
+CLIENTS = (
+    Client(
+        "verl",
+        "0.16.1",
+        alone=("verl==0.9.1", "mbridge==0.15.1"),
+        needed=(
+            *("accelerate", "aiohttp", "codetiming", "datasets", "einops", "fastapi", "hydra-core", "numpy", "peft"),
+            *("packaging", "pillow", "psutil", "ray", "safetensors", "tensordict>=0.8,<=0.10,!=0.9.0", "uvicorn"),
+            "transformers>=5.5.3,<5.11,!=5.6.0",
+        ),
+    ),
+    Client(
+        "megatron_bridge",
+        "0.19.2",
+        alone=("megatron-bridge==0.6.2",),
+        needed=(
+            *("datasets", "defusedxml", "einops", "hydra-core", "nvidia-ml-py", "nvidia-modelopt==0.47.*", "omegaconf"),
+            *("psutil", "pydantic", "tensorboard", "transformers==5.12.1"),
+        ),
+        built=("nvidia-resiliency-ext==0.7.0",),
+    ),
+    Client(
+        "ms_swift",
+        "0.16.1",
+        alone=("ms-swift==4.6.0", "mcore-bridge==1.6.5"),
+        needed=(
+            *(
+                "accelerate",
+                "addict",
+                "aiohttp",
+                "attrdict",
+                "dacite",
+                "datasets<4.8.5",
+                "einops",
+                "fastapi",
+                "modelscope",
+            ),
+            *(
+                "importlib-metadata",
+                "json-repair",
+                "modelscope-hub",
+                "msgspec",
+                "numpy",
+                "openai",
+                "pandas",
+                "peft<0.21",
+            ),
+            *(
+                "pillow",
+                "psutil",
+                "PyYAML",
+                "requests",
+                "safetensors",
+                "sentencepiece",
+                "simplejson",
+                "sortedcontainers",
+            ),
+            *("tensorboard", "tiktoken", "transformers>=5.5.3,<5.11", "triton", "trl==0.27.0", "uvicorn"),
+        ),
+    ),
+)
+
+
+def _built_from(home: Path, wanted: str) -> bool:
+    built = home / "built-from.txt"
+    return built.exists() and built.read_text() == wanted
+
+
+def _client(session: nox.Session, client: Client) -> str:
+    """Build the environment of one trainer, once, on top of its release's, and return its Python."""
+    release = next(release for release in SUPPORTED if release.megatron == client.megatron)
+    base = Path(_environment(session, release))
+    home = ROOT / ".nox" / f"clients-{client.name}"
+    python = str(home / "bin" / "python")
+    if _built_from(home, str(client)):
+        return python
+    session.run(str(base), "-m", "venv", "--clear", str(home), external=True)
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    theirs, ours = (session.run(path, "-c", purelib, silent=True, external=True).strip() for path in (base, python))
+    Path(ours, "release.pth").write_text(theirs)
+    install = functools.partial(session.run, python, "-m", "pip", "install", "--quiet", external=True)
+    if client.alone:
+        install("--no-deps", *client.alone)
+    if client.built:
+        install("--no-deps", "--platform", "manylinux_2_39_x86_64", "--target", ours, *client.built)
+    if client.needed:
+        install(*client.needed)
+    (home / "built-from.txt").write_text(str(client))
+    return python
+
+
+def _try_client(session: nox.Session, client: Client, *arguments: str) -> str:
+    """Run the tests with one trainer; return what went wrong, empty for nothing."""
+    pythons = next(release.pythons for release in SUPPORTED if release.megatron == client.megatron)
+    if not any(map(_interpreter, pythons)):
+        return f"{client.name} was not tested: it needs Python {' or '.join(pythons)}"
+    try:
+        python = _client(session, client)
+    except CommandFailed as error:
+        return f"{client.name} was not tested: it could not be installed ({error})"
+    tests = f"tests/clients/real/test_{client.name}.py"
+    try:
+        session.run(python, "-m", "pytest", "-m", "clients", tests, *arguments, external=True)
+    except CommandFailed:
+        return f"{client.name} FAILED"
+    return ""
+
+
+@nox.session(python=False, default=False)
+def clients(session: nox.Session) -> None:
+    """Run other trainers' own code without and with the warmup: `nox -s clients -- verl -k packed`."""
+    names = [client.name for client in CLIENTS]
+    chosen = [argument for argument in session.posargs if argument in names] or names
+    more = [argument for argument in session.posargs if argument not in names]
+    told = [_try_client(session, client, *more) for client in CLIENTS if client.name in chosen]
+    wrong = [line for line in told if line]
+    failed = any(line.endswith("FAILED") for line in wrong)
+    if wrong:
+        (session.error if failed or os.environ.get("CI") else session.warn)("; ".join(wrong))
 
 
 def _tests(release: tuple) -> None:

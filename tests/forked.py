@@ -3,7 +3,8 @@
 `pp_free_warmup.testing.ranks` keeps its processes and takes a dead one for a failed test. Here a rank may
 be killed, hang or fail, and the test asks how all the others ended. A trial costs a fork, not an import.
 
-The process that forks is `_serve`: it takes trials from its standard input until that closes.
+The process that forks is `_serve`: it takes trials from its standard input until that closes. There is one
+for each set of imports that trials ask for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import atexit
 import faulthandler
 import os
 import pickle
+import pkgutil
 import random
 import select
 import signal
@@ -72,6 +74,7 @@ def run_forked(
     store: str = "agent",
     group_timeout: float = 60.0,
     deadline: float = 60.0,
+    after: Any = None,
 ) -> list[Ending]:
     """Run *function* on forked ranks that form one gloo world.
 
@@ -83,22 +86,20 @@ def run_forked(
             (``tcp://``) or ``file`` (``file://``).
         group_timeout: Seconds that a gloo operation may take.
         deadline: Seconds after which a rank counts as hung and is killed.
+        after: A function of an importable module to call once, before the first fork: it imports what is dear.
 
     Returns:
         One `Ending` per rank.
     """
-    if not _servers:
-        _servers.append(_start())
-        atexit.register(_stop)
+    server = _server(after)
     path = tuple(sys.path)
     module = function.__module__ if function.__module__ != "__main__" else Path(function.__code__.co_filename).stem
     trial = Trial(module, function.__qualname__, arguments, ranks, store, group_timeout, deadline, path)
-    server = _servers[0]
     _put(server.stdin, trial)
     return _get(server.stdout)
 
 
-_servers: list[subprocess.Popen[bytes]] = []
+_servers: dict[str, subprocess.Popen[bytes]] = {}
 
 
 @contextmanager
@@ -117,11 +118,21 @@ def groups_that_wait(seconds: float) -> Iterator[None]:
         yield
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _server(after: Any) -> subprocess.Popen[bytes]:
+    """Return the process that forks after it has called *after*; start it where this is the first trial of its kind."""
+    name = "" if after is None else f"{after.__module__}:{after.__qualname__}"
+    if not _servers:
+        atexit.register(_stop)
+    if name not in _servers:
+        _servers[name] = _start(name)
+    return _servers[name]
+
+
+def _start(after: str) -> subprocess.Popen[bytes]:
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     environment["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up the name of whom it connects to
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    command = [sys.executable, "-W", "ignore", "-c", f"import {__name__}; {__name__}._serve()"]
+    command = [sys.executable, "-W", "ignore", "-c", f"import {__name__}; {__name__}._serve({after!r})"]
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -132,7 +143,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _stop() -> None:
-    for server in _servers:
+    for server in _servers.values():
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
@@ -150,7 +161,7 @@ def _get(stream: Any) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", header)[0]))
 
 
-def _serve() -> None:
+def _serve(after: str) -> None:
     """Import what all trials need, once, without starting a thread; then fork for each trial."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -159,6 +170,8 @@ def _serve() -> None:
     from pp_free_warmup.testing import cuda_on_cpu
 
     torch.set_num_threads(1)
+    if after:
+        pkgutil.resolve_name(after)()
     with cuda_on_cpu():
         import pp_free_warmup._warmup
         import pp_free_warmup.testing.models  # noqa: F401

@@ -2,12 +2,13 @@
 
 Per rollout: log-probs of the reference and of the actor, forward only and in evaluation mode, then
 training steps on the same data. Written after slime ``624b824a`` and miles ``31f1ca96``,
-``backends/megatron_utils/{data,model}.py``; attention is dense and causal over the packed samples.
+``backends/megatron_utils/{data,model}.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from eager import eager_attention
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from replays import STAGE, Replay, hang_on_routers, staged
 
 from pp_free_warmup import in_warmup
 from pp_free_warmup.testing import models
@@ -93,7 +97,13 @@ def get_batch(iterator: ByIndices) -> dict[str, Any]:
     missing = -len(tokens) % PAD
     batch["tokens"] = torch.nn.functional.pad(tokens, (0, missing)).unsqueeze(0)
     batch["full_loss_masks"] = torch.nn.functional.pad(torch.cat(batch["loss_masks"]), (0, missing)).unsqueeze(0)
+    batch["packed_seq_params"] = _packed([*batch["total_lengths"], missing])
     return batch
+
+
+def _packed(lengths: list[int]) -> PackedSeqParams:
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return PackedSeqParams("thd", ends, ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
 
 
 @dataclass
@@ -117,36 +127,42 @@ class Actor:
     Args:
         layout: Of the model; lengths vary.
         flavour: ``"slime"`` or ``"miles"``: how log-probs come back from a forward-only call.
+        replaying: Train on the experts that the log-probs' call chose.
     """
 
-    def __init__(self, layout: Layout, flavour: str) -> None:
+    def __init__(self, layout: Layout, flavour: str, *, replaying: bool = False) -> None:
         self.layout = layout
         self.flavour = flavour
         self.training = models.build(layout)
+        self.replays: list[Replay] = hang_on_routers(self.training.chunks) if replaying else []
         self.trace = Trace()
+        self.progress = 0
         self.counted = threading.local()  # neither a warmup nor its verification looks into a thread's own
-        self.counted.passes = self.counted.progress = 0
+        self.counted.passes = 0
 
     @property
     def passes(self) -> int:
-        """How many microbatches were run by a warmup."""
+        """Count the forward steps inside a warmup."""
         return int(self.counted.passes)
-
-    @property
-    def progress(self) -> int:
-        """How many microbatches their progress bar has seen."""
-        return int(self.counted.progress)
 
     def forward_step(self, then: Callable[..., Any], iterator: Any, model: Any) -> Any:
         """Run one microbatch; *then* is what the last stage does with the output."""
         batch = get_batch(iterator)
-        self.counted.progress += 1  # their progress bar
+        self.progress += 1  # their progress bar
         if in_warmup():
             self.counted.passes += 1
         else:
             self.trace.batches.append(batch["tokens"].shape[1])
-        positions = torch.arange(batch["tokens"].shape[1]).unsqueeze(0)
-        output = model(input_ids=batch["tokens"], position_ids=positions, attention_mask=None, labels=None)
+        stage = "replay_forward" if self.replays and torch.is_grad_enabled() else os.environ.get(STAGE, "fallthrough")
+        with staged(stage):
+            output = model(
+                input_ids=batch["tokens"],
+                position_ids=torch.arange(batch["tokens"].shape[1]).unsqueeze(0),
+                attention_mask=None,
+                labels=None,
+                packed_seq_params=batch["packed_seq_params"],
+                loss_mask=batch["full_loss_masks"],
+            )
         return output, partial(then, batch)
 
     def log_probs(self, batch: dict[str, Any], output: torch.Tensor, non_loss_data: bool = False) -> Any:
@@ -163,7 +179,7 @@ class Actor:
         self._keep(losses)
         return losses.sum(), tokens, {"keys": ["loss"], "values": torch.stack([tokens.float(), losses.sum().detach()])}
 
-    def forward_only(self, iterators: list[ByIndices]) -> None:
+    def forward_only(self, iterators: list[ByIndices], stage: str = "fallthrough") -> None:
         """Compute log-probs of a rollout: evaluation mode, no timers, one schedule call per step."""
         for iterator in iterators:
             iterator.reset()
@@ -173,7 +189,7 @@ class Actor:
         self.training.config.timers = None
         for number in NUM_MICROBATCHES:
             more = {"collect_non_loss_data": True} if self.flavour == "miles" else {}
-            with torch.no_grad():
+            with torch.no_grad(), staged(stage):
                 stored = self._schedule(self.log_probs, iterators, number, forward_only=True, **more)
             for entry in stored:
                 self._keep(*entry["log_probs"])
@@ -186,20 +202,22 @@ class Actor:
             iterator.reset()
         for number in NUM_MICROBATCHES:
             self.training.zero_grad()
-            self._schedule(self.loss, iterators, number, forward_only=False, decoder_seq_length=None)
+            with staged("replay_backward" if self.replays else "fallthrough"):  # where layers are computed again
+                self._schedule(self.loss, iterators, number, forward_only=False, decoder_seq_length=None)
             self.training.optimizer.step()
             self.trace.parameters.append(self._digest())
 
     def _schedule(self, then: Callable[..., Any], iterators: list[ByIndices], number: int, **more: Any) -> Any:
-        return get_forward_backward_func()(
-            forward_step_func=partial(self.forward_step, then),
-            data_iterator=iterators,
-            model=self.training.chunks,
-            num_microbatches=number,
-            seq_length=self.layout.seq,
-            micro_batch_size=1,
-            **more,
-        )
+        with eager_attention():
+            return get_forward_backward_func()(
+                forward_step_func=partial(self.forward_step, then),
+                data_iterator=iterators,
+                model=self.training.chunks,
+                num_microbatches=number,
+                seq_length=self.layout.seq,
+                micro_batch_size=1,
+                **more,
+            )
 
     def _keep(self, *values: torch.Tensor) -> None:
         if not in_warmup():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from pp_free_warmup.testing.models import Layout
 
 RAGGED = Layout(variable_seq_lengths=True, tied=False)
 RAGGED_VIRTUAL = Layout(variable_seq_lengths=True, tied=False, vp=2)
+ROUTED = Layout(variable_seq_lengths=True, tied=False, moe=True, recompute="full")
 KINDS = {"slime": ByIndices, "miles": BySize}
 
 
@@ -78,13 +80,14 @@ def test_an_actor_computes_the_same_through_a_decorated_method():
 
 
 @ranks(2)
-def test_what_the_forward_step_counts_itself_is_not_put_back():
-    """A progress bar moves by one per pass: the warmup cannot know it, and `in_warmup` is there for it."""
+def test_what_the_forward_steps_owner_counts_is_put_back():
+    """A progress bar, kept by the object whose method the forward step is, does not move in a pass."""
     cold, warmed = _cold_then(RAGGED, "slime")
     with pipeline_warmup(verify=True):
         _live(warmed, "slime")
 
-    assert warmed.progress == cold.progress + 2
+    assert warmed.passes
+    assert warmed.progress == cold.progress
 
 
 @ranks(2)
@@ -161,6 +164,32 @@ def test_channels_can_be_opened_by_hand_after_a_rebuild():
 
     assert first.opened == ("forward", "backward")
     assert second.opened == ()
+
+
+@ranks(2)
+@pytest.mark.parametrize("virtual", [False, True])
+def test_recorded_routes_are_replayed_as_without_a_warmup(virtual):
+    """What hangs on routers and counts is as if no pass had been: routes, losses and parameters are equal."""
+    pytest.importorskip("megatron.core.transformer.moe.router_replay")
+    layout = replace(ROUTED, vp=2) if virtual else ROUTED
+    traces = []
+    for switch in (nullcontext, pipeline_warmup):
+        models.parallel(layout.pp, layout.vp)
+        actor = Actor(layout, "slime", replaying=True)
+        with switch() as warmup:
+            for number in range(3):
+                iterators = rollout(layout, number, ByIndices)
+                actor.forward_only(iterators, stage="record")
+                actor.train(iterators)
+                assert {len(replay.top_indices_list) for replay in actor.replays} == {sum(NUM_MICROBATCHES)}
+                assert all(replay.consumed for replay in actor.replays)
+                for replay in actor.replays:
+                    replay.clear()
+        parallel_state.destroy_model_parallel()
+        traces.append(actor.trace)
+
+    assert [report.outcome for report in warmup.reports] == ["warmed", "warmed"]
+    assert traces[0] == traces[1]
 
 
 @ranks(2)
