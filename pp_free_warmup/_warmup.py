@@ -14,7 +14,7 @@ import torch
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
 from pp_free_warmup._agreement import Decision, Word
-from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
+from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call, refuse_impossible
 from pp_free_warmup._failures import describe
 from pp_free_warmup._flow import Flow, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
@@ -152,8 +152,7 @@ class PipelineWarmup:
         if ledger.running_here:
             return schedule(**keywords)
         if ledger.page(first_chunk(keywords), kind) is None:
-            _preflight.refuse_incomplete(keywords)
-            _preflight.refuse_uninitialized(keywords)
+            refuse_impossible(keywords)
         if _is_settled(keywords, kind) and not ledger.taken:
             return schedule(**keywords)
         with ledger.turn(self._options.timeout or DEFAULT_PATIENCE_S):
