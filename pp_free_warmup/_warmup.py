@@ -204,6 +204,8 @@ class PipelineWarmup:
             return dict(call.keywords)
         if report.outcome == "failed":
             self._close(call, kind, report.reason)
+            if flow.decision is not None and flow.decision.apart:
+                ledger.part(megatron.generation_of(call.keywords), flow.decision.kinds)
         self._note(report, speaks=speaks_for(call))
         return {**call.keywords, "data_iterator": flow.data_iterator()}
 
