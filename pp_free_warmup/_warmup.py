@@ -194,29 +194,27 @@ class PipelineWarmup:
             self._close(call, kind, describe(error))
             self._note(WarmupReport("failed", kind, reason=describe(error)), speaks=False)
             raise
+        decision = flow.decision
+        assert decision is not None
+        if report.outcome in ("skipped", "failed"):
+            self._remember(decision, call, report)
         if report.outcome == "skipped":
-            assert flow.decision is not None
-            self._remember(flow.decision, call, report)
-            if flow.decision.word not in self._skips:
-                self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
-            if flow.decision.word is Word.IDLE:
+            if decision.word not in self._skips:
+                self._skip(report, call, refused=decision.word is Word.REFUSE)
+            if decision.word is Word.IDLE:
                 self._skips.add(Word.IDLE)  # the ranks named may be others each time; told once all the same
             return dict(call.keywords)
-        if report.outcome == "failed":
-            self._close(call, kind, report.reason)
-            if flow.decision is not None and flow.decision.apart:
-                ledger.part(megatron.generation_of(call.keywords), flow.decision.kinds)
         self._note(report, speaks=speaks_for(call))
         return {**call.keywords, "data_iterator": flow.data_iterator()}
 
-    def _remember(self, decision: Decision, call: ScheduleCall, skipped: WarmupReport) -> None:
-        """Write down whom this call's skip closes: nobody where some rank had no microbatches this time."""
+    def _remember(self, decision: Decision, call: ScheduleCall, report: WarmupReport) -> None:
+        """Write down whom this call closes: nobody where some rank had no microbatches this time."""
         if decision.word is Word.OFF:
-            self._off.add(skipped.kind)
-        elif decision.word is Word.APART:
+            self._off.add(report.kind)
+        if decision.apart:
             ledger.part(megatron.generation_of(call.keywords), decision.kinds)
-        elif decision.word is not Word.IDLE:
-            self._close(call, skipped.kind, skipped.reason)
+        if decision.word not in (Word.OFF, Word.IDLE, Word.APART):
+            self._close(call, report.kind, report.reason)
 
     def _skip(self, report: WarmupReport, call: ScheduleCall, *, refused: bool) -> None:
         self._note(report, speaks=speaks_for(call))
