@@ -119,7 +119,8 @@ class Ballot:
         if word in FAILURES and BROKEN_OFF.search(reason):
             gone = self._gone()
             word, reason = (Word.FAILED if gone else word), reason + gone
-        decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail, self._call))
+        call, self._call = self._call, None  # the first vote compares the calls; who goes on from it goes on together
+        decision = self._meeting.hold(Tally.of(dist.get_rank(), word, reason, detail, call))
         if self._watcher is None:
             self._take_sign_away()
         return decision
