@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -60,7 +61,8 @@ def _holds_none_itself(tensor: torch.Tensor) -> bool:
     """Tell whether *tensor* only stands for others, or for nothing as a fake one does: reading it ends the process."""
     try:
         storage = tensor.untyped_storage()
-        return tensor.device.type != "meta" and storage.nbytes() > 0 and not storage.data_ptr()
+        is_fake = isinstance(tensor, FakeTensor)
+        return tensor.device.type != "meta" and storage.nbytes() > 0 and (is_fake or not storage.data_ptr())
     except RuntimeError:  # no storage at all, as under torch.func, or one that is marked as not to be read
         return not tensor.is_nested
 

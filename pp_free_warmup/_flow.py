@@ -88,6 +88,8 @@ class Flow:
     def _attempt(self) -> tuple[BaseException | None, Decision, Decision]:
         """Rehearse once; return what went wrong here, and what was decided before the pass and after it."""
         trouble = self._rehearsal.run()
+        if trouble is not None:
+            logger.info("pp_free_warmup: this rank's part of the warmup failed: %s", describe(trouble))
         began = self._rehearsal.decision
         if began is None:  # the guards could not save: say so where the others wait for the first vote
             began = self._say(trouble)

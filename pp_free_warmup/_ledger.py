@@ -64,18 +64,9 @@ class Ledger:
         for chunk in chunks:
             self._pages.setdefault(chunk, {})[kind] = page
 
-    def is_settled(self, chunk: torch.nn.Module, kind: str, group: Any) -> bool:
-        """Tell whether a call needs nothing; the whole cost of a warm call.
-
-        Args:
-            chunk: The first chunk, as passed.
-            kind: The kind of call.
-            group: The pipeline group; None where a call has several.
-        """
-        page = self.page(chunk, kind)
-        if page is not None and (not page.warm or group in self._primed):
-            return True
-        return group is not None and kind in self._apart.get(group, ())
+    def is_primed(self, group: Any) -> bool:
+        """Tell whether the channels of this pipeline group are open."""
+        return group in self._primed
 
     def prime(self, group: Any, *, rebuilt: bool = False) -> bool:
         """Note that the channels of this pipeline group are open, for every kind that is warm.
@@ -98,6 +89,10 @@ class Ledger:
         Whoever voted for one of them again might wait for ranks that do not: nobody votes for it any more.
         """
         self._apart[group] = self._apart.get(group, frozenset()) | frozenset(kinds)
+
+    def is_apart(self, group: Any, kind: str) -> bool:
+        """Tell whether nobody in this pipeline group votes for this kind of call any more."""
+        return kind in self._apart.get(group, ())
 
     @property
     def running(self) -> bool:

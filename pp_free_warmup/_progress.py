@@ -8,34 +8,32 @@ nobody. What the iterator merely wraps (a generator, an inner loader) has advanc
 
 from __future__ import annotations
 
-import random
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from pp_free_warmup._structure import structure_kept
-from pp_free_warmup._undo import ABSENT
+from pp_free_warmup._callables import own_fields
+from pp_free_warmup._generators import set_state, state_of
+from pp_free_warmup._reach import Walk
+from pp_free_warmup._structure import Kept
 
-DATA = 100_000  # a container of more entries holds data, not a position
 SMALL = 4096  # a tensor of no more elements, in a field of the iterator, may be a counter
-DEPTH = 4  # how far below the iterator a private generator or a thread is looked for
-SCALARS = (bool, int, float, complex, str, bytes)
-OTHERS = ("threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
+DEPTH = 4  # how far below the iterator a thread or a queue is looked for
+OPAQUE = (torch.nn.Module, torch.Tensor, type)
+OTHERS = {"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess"}
 
 
 @contextmanager
 def own_state_kept(iterator: Any) -> Iterator[None]:
-    """Keep the fields of an iterator that runs itself, what its containers hold, and its private generators."""
+    """Keep what an iterator that runs itself holds, down to its private generators."""
     before = Progress(iterator)
-    with structure_kept(iterator):
-        try:
-            yield
-        finally:
-            before.put_back()
+    try:
+        yield
+    finally:
+        before.put_back()
 
 
 def is_written_by_others(iterator: Any) -> bool:
@@ -43,13 +41,23 @@ def is_written_by_others(iterator: Any) -> bool:
 
     A prefetcher's buffer that is put back would lose what its thread has filled in since.
     """
-    return any(
-        base.__module__.split(".")[0] in OTHERS for value in _below(iterator) for base in type(value).__mro__[:-1]
-    )
+    level, seen = [iterator], {id(iterator)}
+    for _ in range(DEPTH):
+        if any(map(is_of_others, level)):
+            return True
+        inside = [part for value in level if not isinstance(value, OPAQUE) for part in own_fields(value).values()]
+        level = [part for part in inside if id(part) not in seen]
+        seen.update(map(id, level))
+    return False
+
+
+def is_of_others(value: Any) -> bool:
+    """Tell whether this is a thread, a process, or what they talk through."""
+    return any(base.__module__.partition(".")[0] in OTHERS for base in type(value).__mro__[:-1])
 
 
 class Progress:
-    """The fields of an iterator at one moment, what its containers hold, its generators and small tensors.
+    """The fields of an iterator at one moment, what hangs on them, its generators and small tensors.
 
     Args:
         iterator: Any object. One without fields, such as a generator, has no progress that can be seen.
@@ -57,25 +65,19 @@ class Progress:
 
     def __init__(self, iterator: Any) -> None:
         self._owner = iterator
-        self._fields = _fields(iterator)
-        found = _containers([iterator, *self._fields.values()])
-        self._contents = {id(container): (container, _contents(container)) for container in found}
-        self._states = {id(value): (value, read(value), write) for value, read, write in _stateful(iterator)}
+        reached = Walk().from_object(iterator)
+        self._kept = Kept(reached)
+        self._states = {id(one): (one, state_of(one)) for one in reached.generators}
+        tensors = [value for value in own_fields(iterator).values() if _is_small(value)]
+        self._values = {id(one): (one, one.detach().clone()) for one in tensors}
 
     def put_back(self) -> None:
         """Make the iterator again what it was: the same objects, with the same contents."""
-        for name, value in _fields(self._owner).items():
-            if name not in self._fields:
-                _set(self._owner, name, ABSENT)
-            elif self._fields[name] is not value:
-                _set(self._owner, name, self._fields[name])
-        for name in self._fields.keys() - _fields(self._owner).keys():
-            _set(self._owner, name, self._fields[name])
-        for container, contents in self._contents.values():
-            if not _alike(_contents(container), contents):
-                _refill(container, contents)
-        for value, state, write in self._states.values():
-            write(value, state)
+        self._kept.put_back()
+        for generator, state in self._states.values():
+            set_state(generator, state)
+        for tensor, values in self._values.values():
+            tensor.data.copy_(values)
 
     def advance_to(self, after: Progress) -> None:
         """Change the iterator again as it changed from here to *after*, where it is now as it was here.
@@ -83,146 +85,24 @@ class Progress:
         What differs from here by now was changed by somebody else, who knows better.
         """
         now = Progress(self._owner)
-        for name in {**self._fields, **after._fields}:
-            here, there = self._fields.get(name, ABSENT), after._fields.get(name, ABSENT)
-            if here is not there and _same(now._fields.get(name, ABSENT), here):
-                _set(self._owner, name, there)
-        for key, (container, contents) in after._contents.items():
-            here = self._contents.get(key, (None, None))[1]
-            if here is None or (not _alike(here, contents) and _alike(_contents(container), here)):
-                _refill(container, contents)
-        for key, (value, state, write) in after._states.items():
-            here = self._states.get(key, (None, ABSENT))[1]
-            if here is ABSENT or _equal(now._states.get(key, (None, ABSENT))[1], here):
-                write(value, state)
+        self._kept.advance(now._kept, after._kept)
+        for key, (generator, state) in after._states.items():
+            if _is_where_it_was(self._states, now._states, key):
+                set_state(generator, state)
+        for key, (tensor, values) in after._values.items():
+            if _is_where_it_was(self._values, now._values, key):
+                tensor.data.copy_(values)
 
 
-def _fields(owner: Any) -> dict[str, Any]:
-    try:
-        found = dict(vars(owner))
-    except TypeError:
-        found = {}
-    for base in type(owner).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            member = vars(base).get(_mangled(base, name))
-            if type(member).__name__ == "member_descriptor" and hasattr(owner, _mangled(base, name)):
-                found[_mangled(base, name)] = getattr(owner, _mangled(base, name))
-    return found
+def _is_small(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= SMALL
 
 
-def _mangled(base: type, name: str) -> str:
-    hidden = name.startswith("__") and not name.endswith("__")
-    return f"_{base.__name__.lstrip('_')}{name}" if hidden else name
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    """Write where the value lives, past a ``__setattr__`` of the class."""
-    if value is ABSENT:
-        object.__delattr__(owner, name)
-    else:
-        object.__setattr__(owner, name, value)
-
-
-def _containers(roots: Iterable[Any]) -> list[Any]:
-    found: dict[int, Any] = {}
-    waiting = list(roots)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, (dict, list, set, deque)) and id(value) not in found and len(value) <= DATA:
-            found[id(value)] = value
-            waiting.extend(value.values() if isinstance(value, dict) else value)
-    return list(found.values())
-
-
-def _contents(container: Any) -> Any:
-    if isinstance(container, dict):
-        return dict(container)
-    return set(container) if isinstance(container, set) else list(container)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, (dict, set)):
-        container.update(contents)
-    else:
-        container.extend(contents)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Tell whether two contents hold the same things in the same order."""
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, dict):
-        return _alike(list(one), list(other)) and _alike(list(one.values()), list(other.values()))
-    return len(one) == len(other) and all(map(_same, one, other))
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, SCALARS) and one == other)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Compare two states of a generator, whatever they are made of."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    equal = one == other
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
-
-
-def _below(iterator: Any) -> Iterator[Any]:
-    """Iterate over the iterator and what it holds, a few levels deep; modules and large containers are data."""
-    seen: set[int] = set()
-    level = [iterator]
-    for _ in range(DEPTH):
-        parts = []
-        for value in level:
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield value
-                parts += _parts(value)
-        level = parts
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, (torch.nn.Module, torch.Tensor, type)) or callable(value):
-        return []
-    if isinstance(value, (dict, list, tuple, set, deque)) and len(value) > DATA:
-        return []
-    held = list(value.values()) if isinstance(value, dict) else []
-    if isinstance(value, (list, tuple, set, deque)):
-        held = list(value)
-    return held + list(_fields(value).values())
-
-
-Read = Callable[[Any], Any]
-Write = Callable[[Any, Any], None]
-
-
-def _stateful(iterator: Any) -> Iterator[tuple[Any, Read, Write]]:
-    """Find the private generators below the iterator, and the small tensors in its fields."""
-    for value in _below(iterator):
-        yield from _as_generator(value)
-    for value in _fields(iterator).values():
-        if type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= SMALL:
-            yield value, lambda tensor: tensor.detach().clone(), lambda tensor, kept: tensor.data.copy_(kept)
-
-
-def _as_generator(value: Any) -> Iterator[tuple[Any, Read, Write]]:
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, torch.Generator):
-        yield value, lambda one: one.get_state(), lambda one, state: one.set_state(state)
-    elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        yield value, lambda one: one.getstate(), lambda one, state: one.setstate(state)
-    elif numpy is not None and isinstance(value, numpy.random.Generator):
-        yield value, lambda one: one.bit_generator.state, _set_numpy
-    elif numpy is not None and isinstance(value, numpy.random.RandomState):
-        yield value, lambda one: one.get_state(legacy=False), lambda one, state: one.set_state(state)
-
-
-def _set_numpy(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
+def _is_where_it_was(here: dict[int, Any], now: dict[int, Any], key: int) -> bool:
+    """Tell whether a generator or tensor is as it was; one that was not there goes by what is to come."""
+    if key not in here or key not in now:
+        return True
+    one, other = here[key][1], now[key][1]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)

@@ -7,7 +7,6 @@ graph-safe handle saved in place of the bytes would follow the generator.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import pickle
 import random
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from pp_free_warmup import _megatron as megatron
+from pp_free_warmup._generators import set_state, state_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,7 +78,7 @@ class CallerRandom:
             return
         own = [torch.default_generator, *torch.cuda.default_generators]
         private = [one for one in generators if not any(one is each for each in own)]
-        self._saved[-1] = replace(self._saved[-1], private=tuple((one, _contents(one)) for one in private))
+        self._saved[-1] = replace(self._saved[-1], private=tuple((one, state_of(one)) for one in private))
 
     def set(self) -> None:
         """Put back what the latest `read` saved, and what `as_caller` drew since."""
@@ -122,31 +122,8 @@ def _read(private: Iterable[Any] = ()) -> _States:
             for generator in torch.cuda.default_generators  # empty until CUDA is initialised
         ),
         tracker=megatron.read_tracker(),
-        private=tuple((generator, _contents(generator)) for generator in private),
+        private=tuple((generator, state_of(generator)) for generator in private),
     )
-
-
-def _contents(generator: Any) -> Any:
-    """Return what a private generator would draw from next."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return copy.deepcopy(_bits_of(generator).state)
-
-
-def _set_contents(generator: Any, contents: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(contents)
-    elif isinstance(generator, random.Random):
-        generator.setstate(contents)
-    else:
-        _bits_of(generator).state = contents
-
-
-def _bits_of(generator: Any) -> Any:
-    """Return where a generator of NumPy keeps its state (`Generator`, and the older `RandomState`)."""
-    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 def _digests(states: _States) -> dict[str, str]:
@@ -177,4 +154,4 @@ def _set(states: _States) -> None:
             each.callback(device.generator.graphsafe_set_state, device.drawn_from)
         each.callback(megatron.set_tracker, states.tracker)
         for generator, contents in states.private:
-            each.callback(_set_contents, generator, contents)
+            each.callback(set_state, generator, contents)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 from pp_free_warmup._callables import Held, held_by
+from pp_free_warmup._generators import is_generator
 
 # How many links are followed from a module or a forward step, and into how large a container.
 DEPTH = 6
@@ -85,6 +84,11 @@ class Walk:
     def from_step(self, roots: Iterable[Any]) -> Reached:
         """Walk from functions, the objects that they are bound to, and what these hold."""
         return self._walk(roots, opens=True)
+
+    def from_object(self, root: Any) -> Reached:
+        """Walk from one object of any class: an iterator too, which is passed over where something holds it."""
+        self._kinds[type(root)] = OBJECT
+        return self._walk([root], opens=False)
 
     def _walk(self, roots: Iterable[Any], *, opens: bool) -> Reached:
         self._found, self._opens = Reached(), opens
@@ -216,15 +220,16 @@ def _kind_of(of: type) -> int:
     """Say how a value of this class is entered, for the first value of each class."""
     for kinds, kind in (
         (torch.nn.Module, MODULE),
-        ((torch.Tensor, type, ModuleType, enum.Enum, BaseException, random.SystemRandom), SKIPPED),
+        ((torch.Tensor, type, ModuleType, enum.Enum, BaseException), SKIPPED),
         (dict, MAPPING),
         ((list, set, deque), LISTED),
         ((tuple, frozenset), TUPLE),
-        ((torch.Generator, random.Random, *_generators_of_numpy()), RANDOM),
         ((FunctionType, MethodType, functools.partial), CALLABLE),
     ):
         if issubclass(of, kinds):
             return kind
+    if is_generator(of):
+        return RANDOM
     return OBJECT if _is_open(of) else SKIPPED
 
 
@@ -237,8 +242,3 @@ def _is_open(of: type) -> bool:
     advances = hasattr(of, "__next__")  # what a fetch takes from it is gone, and is served again
     has_fields = of.__dictoffset__ != 0 or any("__slots__" in vars(base) for base in of.__mro__)
     return has_fields and not steps and not advances
-
-
-def _generators_of_numpy() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")
-    return () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)

@@ -14,7 +14,6 @@ import functools
 import queue
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,8 +60,7 @@ class StateWalk:
         self._tensor_text = tensor_text
         self._entered: set[int] = set()
         self._classes: dict[int, type] = {}
-        self._waiting: deque[tuple[str, Any, Callable[[str, Any], None], int]] = deque()
-        self._first: deque[tuple[str, Any, Callable[[str, Any], None], int]] = deque()
+        self._first, self._waiting = collections.deque[Any](), collections.deque[Any]()
         self._depth = 0
         self._doors: dict[type, Callable[[str, Any], None] | None] = {}
 
@@ -119,7 +117,7 @@ class StateWalk:
             (types.ModuleType, lambda _path, value: self.origins.add_file(str(stored(value, "__name__")))),
             (CALLABLES, self._callable),
             (dict, self._mapping),
-            ((list, tuple, deque), self._sequence),
+            ((list, tuple, collections.deque), self._sequence),
             ((set, frozenset), self._set),
         )
         enter = next((enter for base, enter in doors if issubclass(kind, base)), None)
@@ -128,25 +126,24 @@ class StateWalk:
         return enter or (self._object if self._is_open(kind) else None)
 
     def _is_open(self, kind: type) -> bool:
-        return kind in PLAIN_HOLDERS or dataclasses.is_dataclass(kind) or self.origins.looks_into(str(kind.__module__))
+        plain = issubclass(kind, PLAIN_HOLDERS) or dataclasses.is_dataclass(kind)
+        return plain or self.origins.looks_into(str(kind.__module__))
 
     def _object(self, path: str, value: Any) -> None:
         """Visit the fields of an object whose type is looked into, slots included, and the type's attributes."""
-        kind = type(value)
-        if self._is_open(kind):
+        if self._is_open(type(value)):
             for name, field in own_fields(value).items():
                 self._see(f"{path}.{name}", field)
-            self._class(kind)
+            self._class(type(value))
 
     def _class(self, kind: type) -> None:
         """Leave a class and its bases to the visits of their files; visit those that no file has."""
         for base in kind.__mro__:
             home = str(base.__module__)
-            if not self.origins.looks_into(home):
-                continue
-            self.origins.add_file(home)
-            if "<locals>" in base.__qualname__:
-                self._visit_class(home, base)
+            if self.origins.looks_into(home):
+                self.origins.add_file(home)
+                if "<locals>" in base.__qualname__ or home not in sys.modules:
+                    self._visit_class(home, base)
 
     def _visit_class(self, home: str, kind: type) -> None:
         """Visit a class's data attributes (Megatron keeps several trackers there) and what its methods hold."""
@@ -223,7 +220,7 @@ class StateWalk:
         self._own(path, mapping)
 
     def _sequence(self, path: str, sequence: Any) -> None:
-        kind = next(base for base in (list, tuple, deque) if issubclass(type(sequence), base))
+        kind = next(base for base in (list, tuple, collections.deque) if issubclass(type(sequence), base))
         for number, value in self._ends(path, kind.__iter__(sequence)):
             self._see(f"{path}[{number}]", value)
         self._own(path, sequence)

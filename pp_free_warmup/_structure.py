@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pp_free_warmup._reach import Reached, Walk, slots_read
+from pp_free_warmup._reach import NUMBERS, Reached, Walk, slots_read
 from pp_free_warmup._undo import ABSENT, is_same_dict, refill
 
 # What torch.compile notes of code that it compiled in the block and that stays: without the note it would be stale.
@@ -62,6 +62,28 @@ class Kept:
         filled = (place for place, container in enumerate(containers) if container)
         for place in {**self._contents, **dict.fromkeys(filled)}:
             refill(containers[place], self._contents.get(place, _empty(containers[place])))
+
+    def advance(self, now: Kept, after: Kept) -> None:
+        """Change again what changed from here to *after*, where it is *now* as it was here."""
+        here, by_now = self._places(), now._places()
+        for key, (place, new) in after._places().items():
+            old = here.get(key, (None, _empty(place)))[1]
+            live = by_now.get(key, (None, old))[1]
+            if isinstance(place, dict):
+                refill(place, _advanced(live, old, new))
+            elif _is_alike(live, old):
+                refill(place, new)
+        slots_here = {id(one): held for (one, _), held in zip(self._reached.slotted, self._slots, strict=True)}
+        for (value, slots), new in zip(after._reached.slotted, after._slots, strict=True):
+            live = slots_read(value, slots)
+            _put_back_slots(value, slots, _advanced(live, slots_here.get(id(value), {}), new))
+
+    def _places(self) -> dict[int, tuple[Any, Any]]:
+        """Return every dict of fields and every container with what it held, by its id."""
+        reached = self._reached
+        fields = {id(place): (place, held) for place, held in zip(reached.fields, self._fields, strict=True)}
+        containers = enumerate(reached.containers)
+        return fields | {id(one): (one, self._contents.get(place, _empty(one))) for place, one in containers}
 
     @contextmanager
     def as_caller(self) -> Iterator[None]:
@@ -149,6 +171,23 @@ def _merge(mine: dict[Any, Any], old: dict[Any, Any], new: dict[Any, Any]) -> No
                 mine[key] = new[key]
             else:
                 mine.pop(key, None)
+
+
+def _advanced(live: dict[Any, Any], old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
+    """Return *live* with the changes from *old* to *new*, but for what is not as it was in *old*."""
+    unlike = {key for key in {**old, **new} if not _is_one(live.get(key, ABSENT), old.get(key, ABSENT))}
+    made = dict(live)
+    _merge(made, {k: v for k, v in old.items() if k not in unlike}, {k: v for k, v in new.items() if k not in unlike})
+    return made
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and (one == other if isinstance(one, set) else all(map(_is_one, one, other)))
+
+
+def _is_one(one: Any, other: Any) -> bool:
+    """Tell whether two values are one and the same: the same object, or equal numbers or texts."""
+    return one is other or (type(one) is type(other) and isinstance(one, NUMBERS) and one == other)
 
 
 def _empty(container: Any) -> Any:

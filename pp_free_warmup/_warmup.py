@@ -167,10 +167,13 @@ class PipelineWarmup:
         self.called = True
         _patch.reached()
         kind = kind_of(bool(keywords.get("forward_only", False)))
-        if ledger.running_here or (_is_settled(keywords, kind) and not ledger.taken):
+        if ledger.running_here:
             return schedule(**keywords)
-        _preflight.refuse_incomplete(keywords)
-        _preflight.refuse_uninitialized(keywords)
+        if ledger.page(first_chunk(keywords), kind) is None:
+            _preflight.refuse_incomplete(keywords)
+            _preflight.refuse_uninitialized(keywords)
+        if _is_settled(keywords, kind) and not ledger.taken:
+            return schedule(**keywords)
         with ledger.turn(self._options.timeout or DEFAULT_PATIENCE_S):
             if not _is_settled(keywords, kind):
                 known = len(self.reports)
@@ -200,7 +203,7 @@ class PipelineWarmup:
                 self._close(call, kind, refused.told)
                 self._skip(WarmupReport("skipped", kind, reason=refused.told), call, refused=True)
             return keywords
-        return self._warmed(call, kind)
+        return keywords if ledger.is_apart(megatron.generation_of(keywords), kind) else self._warmed(call, kind)
 
     def _warmed(self, call: ScheduleCall, kind: str) -> dict[str, Any]:
         flow = Flow(call, self._options, self._optimizer())
@@ -260,4 +263,5 @@ class PipelineWarmup:
 
 def _is_settled(keywords: Mapping[str, Any], kind: str) -> bool:
     """Tell whether this call needs no warmup any more; the whole cost of a warm call."""
-    return ledger.is_settled(first_chunk(keywords), kind, megatron.generation_of(keywords))
+    page = ledger.page(first_chunk(keywords), kind)
+    return page is not None and (not page.warm or ledger.is_primed(megatron.generation_of(keywords)))

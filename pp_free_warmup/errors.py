@@ -51,7 +51,7 @@ class UnsupportedMegatron(WarmupError, RuntimeError):
 
 
 class WarmupFailed(WarmupError, RuntimeError):
-    """The warmup itself failed on some rank; this rank's state was put back. One that could not says so itself."""
+    """The warmup failed on some rank, and the run is to stop; this rank's state was put back."""
 
 
 class RankSilent(WarmupFailed):

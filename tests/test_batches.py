@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import rerun_state_machine
+from pipelines import SMALL, VIRTUAL, call, pipeline, start_anew
 from torch.utils.data import DataLoader
 
+from pp_free_warmup import in_warmup, pipeline_warmup
 from pp_free_warmup._batches import Batches, counts_itself, is_readable
 from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._random import CallerRandom
+from pp_free_warmup.testing import models, ranks
 
 
 class Counted:
@@ -401,3 +406,274 @@ def test_the_end_of_the_data_keeps_the_random_numbers_in_order():
     caller.set()
 
     assert _later() == cold
+
+
+# --- the caller's iterator stays the caller's -------------------------------------------------------------------------
+
+
+class Loader:
+    """A loader of a trainer's own: a position, a log, counters, private generators, a way to look ahead."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+        self.position = 0
+        self.starts: list[int] = []
+        self.log: list[int] = []
+        self.seen: dict[str, Any] = {"steps": deque(maxlen=3), "tokens": 0}
+        self.tokens_seen = 0
+        self.ticks = torch.zeros((), dtype=torch.int64)
+        self.drawn = random.Random(1)
+        self.augment = {"numpy": np.random.default_rng(2), "torch": torch.Generator().manual_seed(3)}
+        self.entered = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __enter__(self) -> Loader:
+        self.entered += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave nothing behind."""
+
+    def __next__(self) -> Any:
+        if self.position == 0:
+            self.starts.append(self.tokens_seen)
+        self.log.append(self.position)
+        self.seen["fetched"] = [self.position, self.drawn.random()]
+        self.position += 1
+        return self.items[self.position - 1]
+
+    def peek(self) -> Any:
+        """Return the next batch without taking it."""
+        return self.items[self.position]
+
+
+class Slotted(Loader):
+    """The same with the position in a slot, and a name that only its class knows."""
+
+    __slots__ = ("__hidden", "position")
+
+
+class Ahead(Loader):
+    """A loader that draws a batch ahead of time."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(items)
+        self.ahead: deque[Any] = deque()
+
+    def peek(self) -> Any:
+        """Fill the buffer, and return its first batch."""
+        if not self.ahead:
+            self.ahead.append(super().__next__())
+        return self.ahead[0]
+
+    def __next__(self) -> Any:
+        return self.ahead.popleft() if self.ahead else super().__next__()
+
+
+def _uses(told: list[Any]) -> Any:
+    """Return a forward step that treats its iterator as its own loader, and tells what it sees for real."""
+
+    def step(iterator: Any, chunk: Any, **more: Any) -> Any:
+        if iterator is None:
+            return models.forward_step(iterator, chunk, **more)
+        assert isinstance(iterator, Loader)
+        with iterator as entered:
+            seen = [iterator.position, len(entered), bool(entered), int(entered.peek()["tokens"].sum())]
+            output = models.forward_step(entered, chunk, **more)
+        iterator.tokens_seen += 8
+        iterator.last = iterator.position
+        iterator.ticks += 1
+        iterator.seen["steps"].append(iterator.position)
+        iterator.seen["tokens"] += 8
+        drawn = [float(iterator.augment["numpy"].random()), float(torch.rand((), generator=iterator.augment["torch"]))]
+        if not in_warmup():
+            told.append([*seen, *drawn, iterator.drawn.random(), int(iterator.peek()["tokens"].sum())])
+        return output
+
+    return step
+
+
+def _own(loader: Any) -> dict[str, Any]:
+    own = {name: value for name, value in vars(loader).items() if name not in ("items", "drawn", "augment", "ahead")}
+    generators = loader.drawn.random(), float(loader.augment["numpy"].random())
+    return own | {
+        "position": loader.position,
+        "torch": torch.rand(2, generator=loader.augment["torch"]).tolist(),
+        "ticks": int(loader.ticks),
+        "generators": generators,
+    }
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Loader, Slotted, Ahead])
+@pytest.mark.parametrize("layout", [SMALL, VIRTUAL], ids=["one chunk", "two chunks"])
+def test_a_loader_of_ones_own_cannot_tell(kind, layout):
+    """Class, length, fields, generators and what it looks ahead at are at every real step those of a run without."""
+    runs = []
+    for warmed in (False, True):
+        start_anew(layout)
+        training = pipeline(layout)
+        told: list[Any] = []
+        training.forward_step = _uses(told)
+        training.iterators = [each and kind([next(each) for _ in range(8)]) for each in training.iterators]
+        losses = []
+        for _ in range(2):
+            if warmed:
+                with pipeline_warmup() as warmup:
+                    losses += [float(loss["lm loss"][0]) for loss in training.step().losses]
+                assert warmup.reports == [] or warmup.report.outcome == "warmed"
+            else:
+                losses += [float(loss["lm loss"][0]) for loss in training.step().losses]
+        runs.append((losses, told, [_own(each) for each in training.iterators if each]))
+
+    assert runs[0] == runs[1]
+
+
+def test_a_second_pass_reads_the_same_batches_and_then_on():
+    """Each pass starts at the first batch, with the iterator as it was; the schedule then reads each batch once."""
+    source = Loader(Counted().items)
+    batches, seen = _batches(source), []
+    with batches.rewound():
+        for length in (1, 3):
+            batches.begin_pass()
+            view = batches.for_pass(0)
+            for _ in range(length):
+                seen.append((view.position, int(next(view)["tokens"].fill_(9)[0]), view.tokens_seen))
+                view.tokens_seen += 8
+    before = source.position, source.log, source.tokens_seen
+    served = batches.for_schedule()
+
+    assert seen == [(0, 9, 0), (0, 9, 0), (1, 9, 8), (2, 9, 16)]
+    assert before == (0, [], 0)
+    assert [(served.position, int(next(served)["tokens"][0])) for _ in range(4)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert source.log == [0, 1, 2, 3]
+
+
+def test_a_second_pass_of_an_iterator_that_counts_itself_starts_where_the_first_did():
+    """Such an iterator runs itself in each pass."""
+    source = CountsItself()
+    batches = _batches([source])
+    with batches.rewound():
+        for _ in range(2):
+            batches.begin_pass()
+            assert batches.for_pass(0).get_next(["tokens"])["tokens"][0].tolist() == [0, 0]
+
+    assert source.offset == 0
+
+
+def test_what_an_iterator_that_counts_itself_holds_is_put_back():
+    """Lists, dicts, sets and deques at any depth, and private generators, end as they were."""
+    source = CountsItself()
+    source.log = [0]
+    source.deep = {"epochs": [{"seen": {1}, "last": deque([1], maxlen=2)}]}
+    source.generator = torch.Generator().manual_seed(1)
+    source.order = {"shuffle": random.Random(1), "numpy": np.random.RandomState(3)}
+    expected = _drawn(source)
+    source.generator.manual_seed(1)
+    source.order["shuffle"].seed(1)
+    source.order["numpy"].seed(3)
+
+    with _batches([source]).rewound():
+        source.log.append(source.get_next(["tokens"]))
+        source.deep["epochs"][0]["seen"].add(2)
+        source.deep["epochs"][0]["last"].extend([2, 3])
+        source.deep["epochs"].append({})
+        _drawn(source)
+
+    assert (source.log, source.deep) == ([0], {"epochs": [{"seen": {1}, "last": deque([1])}]})
+    assert _drawn(source) == expected
+
+
+def _drawn(source: Any) -> tuple[float, ...]:
+    order = source.order
+    return float(torch.rand((), generator=source.generator)), order["shuffle"].random(), order["numpy"].rand()
+
+
+class Prefetching:
+    """A loader whose buffer a thread fills at any time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.buffer = deque([{"tokens": torch.full((1,), 0)}])
+        self.count = 0
+
+    def fill(self, number: int) -> None:
+        """Stand for what the thread does."""
+        self.buffer.append({"tokens": torch.full((1,), number)})
+
+    def __next__(self) -> Any:
+        return self.buffer.popleft()
+
+
+def test_what_a_thread_writes_is_left_alone():
+    """A batch that a prefetcher has put into its buffer meanwhile is not lost; what the pass assigns is put back."""
+    source = Prefetching()
+    batches = _batches(source)
+    with batches.rewound():
+        view = batches.for_pass(0)
+        next(view)
+        view.count += 1
+        view.added = 1
+        source.fill(1)
+    served = batches.for_schedule()
+    source.fill(2)
+
+    assert [int(next(served)["tokens"]) for _ in range(3)] == [0, 1, 2]
+    assert source.count == 0
+    assert not hasattr(source, "added")
+
+
+def test_an_error_of_the_iterator_comes_again():
+    """An iterator that fails once has failed for the real schedule, which says it in its own words."""
+
+    def fails() -> Iterator[Any]:
+        yield {"tokens": torch.zeros(1)}
+        raise ValueError("bad shard")
+
+    batches = _batches(fails())
+    view = batches.for_pass(0)
+    next(view)
+    with pytest.raises(ValueError, match="bad shard"):
+        next(view)
+    assert batches.fetched == 1
+    served = batches.for_schedule()
+    next(served)
+    with pytest.raises(ValueError, match="bad shard"):
+        next(served)
+    with pytest.raises(StopIteration):
+        next(served)
+
+
+class Sample:
+    """A batch as a plain class."""
+
+    def __init__(self, tokens: Any) -> None:
+        self.tokens = tokens
+        self.meta = {"edits": [0]}
+
+
+@ranks(2)
+def test_a_batch_of_a_plain_class_may_be_edited():
+    """What a forward step writes into its batch in the pass is not there in the real step."""
+
+    def step(iterator: Any, chunk: Any) -> Any:
+        batch = next(iterator)
+        batch["sample"].tokens += 1
+        batch["sample"].meta["edits"][0] += 1
+        if not in_warmup():
+            told.append((batch["sample"].tokens.tolist(), batch["sample"].meta))
+        return models.forward_step(iter([batch]), chunk)
+
+    training, told = pipeline(), []
+    training.forward_step = step
+    items = [next(training.iterators[0]) | {"sample": Sample(torch.zeros(2))} for _ in range(2)]
+    with pipeline_warmup() as warmup:
+        call(training, data_iterator=iter(items))
+
+    assert warmup.report.outcome == "warmed"
+    assert told == [([1.0, 1.0], {"edits": [1]})] * 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
-from pipelines import SMALL, VIRTUAL, call, everyone, fetched, heard, losses_of_step, pipeline, start_anew
+from pipelines import SMALL, VIRTUAL, Witness, call, everyone, fetched, heard, losses_of_step, pipeline, start_anew
 
 from pp_free_warmup import in_warmup, pipeline_warmup
 from pp_free_warmup._ledger import FORWARD_ONLY, TRAINING, ledger
@@ -136,7 +136,7 @@ def test_the_losses_are_those_of_a_run_without_a_warmup():
 def test_the_pass_leaves_no_trace():
     """Everything reachable is compared field by field around a call whose real schedule does nothing."""
     training = pipeline()
-    with pipeline_warmup(), assert_leaves_no_trace(training.chunks, training.optimizer):
+    with assert_leaves_no_trace(training.chunks, training.optimizer), pipeline_warmup():
         _call_nothing(training)
 
     assert training.forward_step.counts == (1, 0)
@@ -397,17 +397,17 @@ def test_a_block_switched_off_by_the_environment_may_see_no_schedule(recwarn, mo
 @ranks(2)
 def test_in_warmup_in_forward_loss_and_backward():
     """True in the pass and false in the real step, wherever user code asks."""
-    asked: dict[str, list[bool]] = {"forward": [], "backward": []}
-    training = pipeline(also=lambda: asked["forward"].append(in_warmup()))
+    forward, backward = Witness(), Witness()
+    training = pipeline(also=lambda: forward.append(in_warmup()))
     parameter = next(p for p in training.chunks[0].parameters() if p.requires_grad)
-    handle = parameter.register_hook(lambda gradient: asked["backward"].append(in_warmup()))
+    handle = parameter.register_hook(lambda gradient: backward.append(in_warmup()))
     with pipeline_warmup():
         call(training)
     handle.remove()
 
-    assert asked["forward"] == [True, False, False]
-    assert asked["backward"][0] is True
-    assert set(asked["backward"][1:]) == {False}
+    assert forward.notes == [True, False, False]
+    assert backward.notes[0] is True
+    assert set(backward.notes[1:]) == {False}
     assert in_warmup() is False
 
 
@@ -531,7 +531,7 @@ def test_a_model_dies_inside_an_open_block():
 @ranks(2)
 def test_a_guard_of_the_users_own():
     """It is entered around the pass, and left before the real step."""
-    events: list[str] = []
+    events = Witness()
 
     @contextmanager
     def mine(schedule_call):
@@ -543,7 +543,7 @@ def test_a_guard_of_the_users_own():
     with pipeline_warmup(extra_guards=[mine]):
         call(training)
 
-    assert events == ["save 2", "pass", "put back", "real", "real"]
+    assert events.notes == ["save 2", "pass", "put back", "real", "real"]
 
 
 @ranks(2)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+import functools
+import inspect
+import threading
+import types
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pp_free_warmup._copies import copy_of_batch
+from pp_free_warmup.errors import UnsupportedSetup
 
 Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024 - the untyped form is what batches hold
 
@@ -144,6 +150,194 @@ def test_an_object_that_clones_itself_is_cloned():
     copy_of_batch({"part": batch})["part"].tensor.zero_()
 
     assert batch.tensor.tolist() == [1, 1]
+
+
+class Sample:
+    """A batch part as a plain class."""
+
+    def __init__(self, tokens: Any, **more: Any) -> None:
+        self.tokens = tokens
+        vars(self).update(more)
+
+
+class Slots:
+    """A plain class without a ``__dict__``."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self, tokens: Any) -> None:
+        self.tokens = tokens
+
+
+class Attributes(dict):
+    """A dict whose keys are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Tagging(list):
+    """A list that has something of its own beside its items."""
+
+    tokens: Any = None
+
+
+def _tagging(tokens: torch.Tensor) -> Tagging:
+    made = Tagging()
+    made.tokens = tokens
+    return made
+
+
+class Child(Sample):
+    """A plain class that refuses assignment, as frozen ones do."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, name):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Sample,
+        Slots,
+        _tagging,
+        Child,
+        lambda tokens: Attributes(tokens=tokens),
+        lambda tokens: types.SimpleNamespace(tokens=tokens),
+        Frozen,
+        lambda tokens: Sample(tokens, inner=[Sample(tokens)], hook=len),
+    ],
+)
+@pytest.mark.parametrize("tokens", [torch.zeros(2), np.zeros(2)], ids=["torch", "numpy"])
+def test_fields_of_any_object_are_copied(make, tokens):
+    """What is written through a field of the copy, or to the field itself, stays with the copy."""
+    batch = make(tokens)
+
+    twin = copy_of_batch([batch])[0]
+    twin.tokens[:] = 1
+    object.__setattr__(twin, "tokens", None)
+
+    assert type(twin) is type(batch)
+    assert batch.tokens is tokens
+    assert tokens.tolist() == [0, 0]
+
+
+def test_keys_that_are_attributes_stay_so():
+    """Written by key, read as an attribute, in the copy as in the original."""
+    twin = copy_of_batch(Attributes(tokens=torch.zeros(1)))
+    twin["tokens"] = 3
+
+    assert twin.tokens == 3
+
+
+def test_objects_in_a_plain_object_stay_the_same_one():
+    """An object that leads back to itself does so in the copy."""
+    batch = Sample(torch.zeros(1))
+    batch.me, batch.parts = batch, [batch]
+
+    twin = copy_of_batch(batch)
+
+    assert twin.me is twin.parts[0] is twin
+    assert twin is not batch
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(torch.nn.Linear(1, 1), id="module"),
+        pytest.param(Sample(None, model=[torch.nn.Linear(1, 1)]), id="trainer"),
+        pytest.param(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), id="optimizer"),
+        pytest.param(torch.Generator(), id="generator"),
+        pytest.param(threading.Lock(), id="lock"),
+        pytest.param(threading.Thread(), id="thread"),
+        pytest.param(iter([1]), id="iterator"),
+        pytest.param(types, id="package"),
+        pytest.param(inspect.Parameter.KEYWORD_ONLY, id="enum"),
+        pytest.param(functools.partial(print), id="function"),
+        pytest.param(torch.float32, id="dtype"),
+    ],
+)
+def test_pieces_of_the_program_are_shared(part):
+    """What the process has once, and what leads to a module, is no data."""
+    twin = copy_of_batch({"part": part, "sample": Sample(torch.ones(1), group=part if part != "trainer" else None)})
+
+    assert twin["part"] is part
+
+
+class Refusing(Sample):
+    """A class of tensors that cannot be copied."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("never")
+
+
+def test_an_object_of_tensors_that_cannot_be_copied_is_refused_by_name():
+    """It could be edited in place, and the real step would see it."""
+    with pytest.raises(UnsupportedSetup, match="cannot be copied") as raised:
+        copy_of_batch([Refusing(torch.ones(1))])
+
+    assert "Refusing: TypeError: never" in raised.value.found
+    handle = Refusing("no tensor")
+    assert copy_of_batch([handle])[0] is handle
+
+
+def test_other_containers_are_copied():
+    """Sets, deques, byte arrays and arrays of objects are the copy's own, in their form."""
+    tokens = torch.zeros(1)
+    objects = np.array([tokens, "a"], dtype=object)
+    batch = {"set": {1}, "deque": deque([tokens], maxlen=2), "bytes": bytearray(b"a"), "objects": objects}
+
+    twin = copy_of_batch(batch)
+    twin["set"].add(2)
+    twin["deque"][0] += 1
+    twin["deque"].append(2)
+    twin["bytes"].extend(b"b")
+    same = twin["objects"][0] is twin["deque"][0]
+    twin["objects"][1] = "b"
+
+    assert (batch["set"], list(batch["deque"]), batch["bytes"]) == ({1}, [tokens], b"a")
+    assert (tokens.tolist(), objects[1], twin["deque"].maxlen, same) == ([0], "a", 2, True)
+
+
+def test_an_array_keeps_its_form():
+    """Order, strides that a copy can have, class and dtype are the original's."""
+    array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+
+    twin = copy_of_batch([array, array[0]])
+    twin[0][:] = 0
+
+    assert (twin[0].strides, twin[0].dtype, array.sum()) == (array.strides, array.dtype, 15)
+
+
+def test_an_inference_tensor_stays_one():
+    """Made where no gradient is ever asked for, it is of the same kind in the pass, wherever that runs."""
+    with torch.inference_mode():
+        tokens = torch.arange(4)
+    twin = copy_of_batch([tokens, tokens[1:].clone()])
+    with torch.inference_mode():
+        inside = copy_of_batch([torch.ones(1), torch.ones(1, requires_grad=True)])
+        plain = copy_of_batch([PLAIN])[0]
+
+    assert [one.is_inference() for one in (*twin, *inside, plain)] == [True, False, True, True, False]
+    assert twin[0].tolist() == tokens.tolist()
+
+
+PLAIN = torch.ones(2)
+
+
+def test_a_jagged_tensor_is_cloned():
+    """Ragged samples as verl hands them over: values of the copy's own, the same lengths."""
+    values = torch.arange(5.0)
+    ragged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 5]))
+
+    twin = copy_of_batch({"ids": ragged})["ids"]
+    twin.values().zero_()
+
+    assert twin.shape == ragged.shape
+    assert values.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_class_with_clone_is_no_object_to_clone():

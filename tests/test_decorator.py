@@ -6,9 +6,14 @@ import copy
 import functools
 import gc
 import inspect
+import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +69,115 @@ def test_the_handle_says_that_nothing_was_called_yet():
 def test_a_decorated_function_is_pickled_by_name():
     """A process that is spawned finds the decorated function where it is defined, as a plain one."""
     assert pickle.loads(pickle.dumps(module_level_step)) is module_level_step
+
+
+def test_a_decorated_method_is_pickled_by_name():
+    """Of its class, and bound to an object that can be pickled."""
+    trainer = pickle.loads(pickle.dumps(Trainer(None).step)).__self__
+
+    assert pickle.loads(pickle.dumps(Trainer.step)) is Trainer.step
+    assert trainer.step.warmup is Trainer.step.warmup
+
+
+ACTOR = """
+import os, sys
+import cloudpickle
+from pipelines import call, pipeline
+from pp_free_warmup import warm_first_call
+
+class Actor:
+    @warm_first_call(timeout=77)
+    def train(self, training): return call(training)
+
+    @classmethod
+    @warm_first_call
+    def evaluate(cls, training): return call(training, forward_only=True)
+
+    @warm_first_call
+    @staticmethod
+    def again(training): return call(training)
+
+    one = warm_first_call(Plain())
+
+class Shipped(Actor):
+    def counts(self, training): return training.forward_step.counts
+
+sys.stdout.buffer.write(cloudpickle.dumps(Shipped))
+""".replace("class Actor:", "class Plain:\n    def __call__(self, training): return call(training)\n\nclass Actor:")
+
+
+def _shipped() -> bytes:
+    """Pickle, in a process of its own, a class that is known there alone: as Ray ships an actor."""
+    places = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    made = subprocess.run(
+        [sys.executable, "-c", ACTOR],
+        env={**os.environ, "PYTHONPATH": places, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        check=True,
+    )
+    return made.stdout
+
+
+@pytest.fixture(scope="module")
+def shipped() -> bytes:
+    """Return a pickled subclass of a class whose methods are decorated."""
+    return _shipped()
+
+
+@ranks(2)
+def _works_in_another_process(pickled: bytes) -> None:
+    kind = pickle.loads(pickled)
+    actor, training = kind(), pipeline()
+    assert kind.train.warmup.report.outcome == "not called"
+    assert kind.train.warmup._options.timeout == 77
+
+    actor.train(training)
+    actor.evaluate(training)
+    actor.train(training)
+    actor.again(training)
+    actor.one(training)
+
+    assert actor.counts(training) == (2, 10)
+    assert actor.train.warmup is kind.train.warmup
+    assert [report.outcome for report in actor.train.warmup.reports] == ["warmed"]
+    assert [report.outcome for report in actor.evaluate.warmup.reports] == ["warmed"]
+
+
+def test_a_class_that_is_sent_by_value_warms_where_it_arrives(shipped):
+    """Decorated methods of a class that only its sender knows are warmed once in the processes that get it."""
+    _works_in_another_process(shipped)
+
+
+def test_a_callable_object_that_is_decorated_can_be_sent():
+    """It arrives decorated, with the same options and a handle of its own."""
+    step = pickle.loads(pickle.dumps(warm_first_call(Keeper(None), timeout=5)))
+
+    assert isinstance(step, Keeper)
+    assert step.warmup._options.timeout == 5
+
+
+def _in_a_spawned_process(step: Any, answers: Any) -> None:
+    answers.put((step.__name__, step.warmup.report.outcome))
+
+
+def test_a_process_that_is_spawned_gets_the_decorated_function():
+    """The function is an argument of the new process, and carries a handle there."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_in_a_spawned_process, args=(module_level_step, answers))
+    process.start()
+    process.join(120)
+
+    assert process.exitcode == 0
+    assert answers.get() == ("module_level_step", "not called")
+
+
+def test_what_names_a_model_cannot_be_sent():
+    """A model of this process means nothing in another one: said by name, where it is sent."""
+    step = warm_first_call(Keeper(None), model=torch.nn.Linear(1, 1))
+
+    with pytest.raises(UnsupportedSetup, match="cannot be sent to another process"):
+        pickle.dumps(step.warmup)
 
 
 def test_a_copied_decorated_function_is_itself():

@@ -178,6 +178,40 @@ def test_an_empty_iterator_is_the_real_steps_to_complain_about():
     assert schedule.warmup.report.reason.startswith("rank 0 (stage 0): StopIteration")
 
 
+def _breaking(batches: Iterator[Any]) -> Iterator[Any]:
+    yield next(batches)
+    raise ValueError("record 7 is damaged")
+
+
+@ranks(2)
+def test_what_the_iterator_raised_is_raised_where_it_would_have_been():
+    """A generator that raised in the pass would just end when asked again: the real step gets its error."""
+    training = pipeline(replace(SMALL, layers=2))
+    training.iterators = [_breaking(training.iterators[0])]
+
+    def twice(iterator: Any, chunk: Any) -> Any:
+        next(iterator)
+        return models.forward_step(iterator, chunk)
+
+    training.forward_step = twice
+    schedule = warm_first_call(_looks_twice)
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="record 7 is damaged"):
+            call(training, schedule)
+        assert schedule.warmup.report.reason.startswith("rank 0 (stage 0): ValueError: record 7 is damaged")
+    else:
+        training.forward_step = models.forward_step
+        call(training, schedule, data_iterator=models.batches(SMALL, 1))
+        assert schedule.warmup.report.outcome == "failed"
+
+
+def _looks_twice(
+    *, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, **more
+) -> Any:
+    """Stand for a schedule that reads two batches and waits for nobody."""
+    return next(data_iterator), next(data_iterator)
+
+
 @ranks(2)
 def test_a_wrong_number_of_iterators_is_the_real_steps_to_complain_about():
     """The schedule gets what the caller passed."""

@@ -73,66 +73,39 @@ def test_a_model_dies_when_the_user_drops_it():
     assert len(book._pages) == 0
 
 
-def _warm(kind: str = TRAINING) -> tuple[Ledger, torch.nn.Module]:
-    book, model = Ledger(), torch.nn.Identity()
-    book.write((model,), kind, Page(warm=True))
-    return book, model
-
-
-def test_a_warm_kind_is_settled_where_channels_were_opened():
-    """A warm model needs nothing in the group that was primed, and something in another; an open kind always does."""
-    book, model = _warm()
-    group, other = Group(), Group()
+def test_channels_are_open_in_the_group_that_was_primed():
+    """In that one, and in no other; nor in none, where a call has several pipelines."""
+    book, group = Ledger(), Group()
     book.prime(group)
 
-    assert book.is_settled(model, TRAINING, group)
-    assert not book.is_settled(model, TRAINING, other)
-    assert not book.is_settled(model, TRAINING, None)
-    assert not book.is_settled(model, FORWARD_ONLY, group)
+    assert book.is_primed(group)
+    assert not book.is_primed(Group())
+    assert not book.is_primed(None)
 
 
-def test_channels_serve_every_warm_kind_and_model():
-    """Whoever opened them: one priming per group is enough, before or after a kind became warm."""
-    book, model = _warm()
-    group, other = Group(), torch.nn.Identity()
-    book.prime(group)
-    book.write((other,), FORWARD_ONLY, Page(warm=True))
-
-    assert book.is_settled(model, TRAINING, group)
-    assert book.is_settled(other, FORWARD_ONLY, group)
-
-
-def test_a_dead_group_serves_nobody():
+def test_a_dead_group_is_forgotten():
     """Once the group is gone, a new one at the same address is not taken for it."""
-    book, model = _warm()
-    group = Group()
+    book, group = Ledger(), Group()
     book.prime(group)
+    book.part(group, [TRAINING])
 
     del group
     gc.collect()
 
-    assert not book.is_settled(model, TRAINING, Group())
+    assert len(book._primed) == len(book._apart) == 0
 
 
-def test_a_closed_page_is_settled_everywhere():
-    """What was refused or failed is not tried again, whatever the group."""
-    book, model = Ledger(), torch.nn.Identity()
-    book.write((model,), TRAINING, Page(warm=False, reason="refused"))
-
-    assert book.is_settled(model, TRAINING, Group())
-
-
-def test_kinds_that_are_apart_are_settled_for_every_model_of_the_group():
-    """Whatever model comes with them; other kinds, and rebuilt groups, are open."""
-    book, model, group = Ledger(), torch.nn.Identity(), Group()
+def test_kinds_that_are_apart_are_so_in_their_group():
+    """They add up; other kinds, and rebuilt groups, are open."""
+    book, group = Ledger(), Group()
     book.part(group, [TRAINING])
-    only_training = book.is_settled(model, TRAINING, group), book.is_settled(model, FORWARD_ONLY, group)
+    only_training = book.is_apart(group, TRAINING), book.is_apart(group, FORWARD_ONLY)
     book.part(group, [FORWARD_ONLY])
 
     assert only_training == (True, False)
-    assert book.is_settled(model, TRAINING, group)
-    assert book.is_settled(model, FORWARD_ONLY, group)
-    assert not book.is_settled(model, TRAINING, Group())
+    assert book.is_apart(group, TRAINING)
+    assert book.is_apart(group, FORWARD_ONLY)
+    assert not book.is_apart(Group(), TRAINING)
 
 
 def test_the_first_rebuilt_group_alone_is_news():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from pipelines import SMALL, call, heard, pipeline, start_anew
 
-from pp_free_warmup import _patch, pipeline_warmup
+from pp_free_warmup import _patch, in_warmup, pipeline_warmup
 from pp_free_warmup._ledger import FORWARD_ONLY, TRAINING, ledger
 from pp_free_warmup.testing import models, ranks
 
@@ -128,6 +128,30 @@ def test_an_actor_and_a_critic_in_one_vote_are_told_apart() -> None:
         (FORWARD_ONLY, "skipped"),
         (TRAINING, "warmed"),
     ]
+
+
+@ranks(2)
+def test_stages_in_different_calls_are_told_before_they_wait_for_each_other() -> None:
+    """One stage trains and the other one scores: bare, both hang; here the log says why."""
+    training = pipeline()
+    with pipeline_warmup(timeout=PATIENT) as warmup:
+        _call_nothing(training, forward_only=dist.get_rank() == 0)
+
+    assert "a forward-only call of 1 chunk of GPTModel on rank 0; a training call of" in warmup.report.reason
+
+
+@ranks(4)
+def test_the_cold_rank_of_a_stage_is_named() -> None:
+    """Where one rank of a stage alone compiles, the report says which one, in numbers and as a table."""
+    cold = 3
+    training = pipeline(also=lambda: time.sleep(1.0) if in_warmup() and dist.get_rank() == cold else None)
+    with pipeline_warmup() as warmup:
+        call(training)
+
+    stage = warmup.report.to_dict()["stages"][1]
+    assert (stage["slowest"]["forward[0]"], stage["quickest"]["forward[0]"]) == (cold, cold - 1)
+    assert f"(rank {cold - 1}) -" in str(warmup.report)
+    assert f"(rank {cold})" in str(warmup.report)
 
 
 @ranks(2)

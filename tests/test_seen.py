@@ -8,10 +8,9 @@ import itertools
 import os
 import queue
 import random
-import threading
 from array import array
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -43,7 +42,6 @@ def _left_by(case: Case) -> list[str]:
 COUNTS: dict[str, list[int]] = {"steps": []}
 NAMESPACE = SimpleNamespace(steps=0)
 ARGUMENTS = argparse.Namespace(steps=0)
-LOCK = threading.Lock()
 
 
 class Calling:
@@ -360,3 +358,87 @@ def test_looking_twice_sees_no_change(place: str) -> None:
     case = SEEN[place][0]()
     before = observed(case.model, None, case.step, case.data)
     assert changes(before.fields, observed(case.model, None, case.step, case.data).fields) == []
+
+
+class LazyMapping(OrderedDict):  # type: ignore[type-arg]
+    """Loads what it is asked for, as transformers' mappings do: being looked at must not ask it."""
+
+    def _load(self, *_: Any) -> Any:
+        raise AssertionError("a mapping's own code ran")
+
+    __getitem__ = __iter__ = keys = values = items = __len__ = __contains__ = __repr__ = __eq__ = _load  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OwnMapping(Mapping):  # type: ignore[type-arg]
+    """No builtin at all; its fields are looked at, it is not."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def _load(self, *_: Any) -> Any:
+        raise AssertionError("a mapping's own code ran")
+
+    __getitem__ = __iter__ = __len__ = keys = values = items = _load
+
+
+class Unwilling:
+    """Has a property, a ``__getattr__``, a ``__class__`` and a text that nobody may ask for."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise AssertionError("an object's own code ran")
+
+    __getattr__ = __getattribute__ = __repr__ = __eq__ = __bool__ = __iter__ = __len__ = __dir__ = _refuse
+    __class__ = property(_refuse)  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    reading = property(_refuse)
+
+
+class Level(int):
+    """A number with its own text."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("a number's own text was asked for")
+
+
+FOREIGN: dict[str, Callable[[], Any]] = {
+    "lazy mapping": LazyMapping,
+    "mapping": OwnMapping,
+    "unwilling object": Unwilling,
+    "number": lambda: Level(3),
+    "list": LogList,
+    "in a set": lambda: {Unwilling(), Level(2)},
+    "as a key": lambda: {Unwilling(): 1},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_nothing_of_the_callers_runs(kind: str) -> None:
+    """Mappings are not iterated, properties not read, texts not asked for, in a closure and in a module."""
+    foreign = FOREIGN[kind]()
+    walk = observed(_with_module(held=[foreign]), None, lambda: foreign)
+    assert "chunk0.held[0]" in walk.fields
+    assert "forward_step_func closure foreign" in walk.fields
+
+
+def test_a_lazy_mapping_is_looked_into() -> None:
+    """What an ordered dict holds is read past its own methods."""
+    lazy = LazyMapping()
+    OrderedDict.__setitem__(lazy, "loaded", [1])
+    assert observed(step=lambda: lazy).fields["forward_step_func closure lazy['loaded'][0]"] == "1"
+
+
+def test_a_path_with_a_colon_is_no_files() -> None:
+    """A change under a key that has a colon in it is one, whatever the key looks like."""
+    steps = {"a:b": 0}
+    assert changes({"x.d['a:b']": "0"}, {"x.d['a:b']": "1"}) != []
+    assert "closure steps['a:b']: 0 -> 1" in "\n".join(_left_by(Case(lambda *_: steps.update({"a:b": 1}))))
+
+
+def test_depth_is_no_recursion() -> None:
+    """A list nested ten thousand deep is cut, and ends nothing."""
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    walk = observed(step=lambda: nested)
+    assert len([path for path in walk.fields if path.startswith("forward_step_func closure nested")]) <= 41

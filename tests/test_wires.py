@@ -32,6 +32,8 @@ VARIABLE = replace(SMALL, seq=24, micro_batch=2, num_microbatches=4, variable_se
 LAYOUTS = {
     "two stages": (2, VARIABLE),
     "four stages": (4, replace(VARIABLE, pp=4, layers=4)),
+    "tensor parallel": (4, replace(VARIABLE, tp=2)),
+    "two replicas": (4, replace(VARIABLE, distributed_optimizer=True)),
     "virtual stages": (2, replace(VARIABLE, vp=2, layers=4)),
 }
 Made = tuple[list[str], Any]
@@ -73,7 +75,7 @@ def _on_ranks(name: str, *given: Any, **named: Any) -> list[Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["two stages", "four stages", "virtual stages"])
 @pytest.mark.parametrize("kind", [wires.Distilling, wires.Streaming, wires.Seeing])
 def test_a_wire_of_ones_own_is_warmed_in_a_second_pass(kind, layout):
     """A teacher beside the student, residual streams, image tokens before the text: told by the stage before."""
@@ -104,6 +106,35 @@ def test_ids_that_are_not_yet_packed_do_not_mislead(nested):
     step = partial(wires.packing_step, nested=nested)
     for report in _on_ranks("two stages", step=step, kind=wires.GPTModel):
         assert (report.outcome, report.passes) == ("warmed", 1)
+
+
+@pytest.mark.ranks
+def test_a_wrong_guess_is_no_failure():
+    """``on_failure="raise"`` waits for the second pass before it raises anything."""
+    for report in _on_ranks("two stages", wires.Streaming, on_failure="raise"):
+        assert (report.outcome, report.passes) == ("warmed", 2)
+
+
+@pytest.mark.ranks
+def test_ranks_that_share_a_stage_pass_again_together():
+    """With tensor parallelism, and with two replicas whose batches differ, nobody waits in a collective."""
+    for report in _on_ranks("tensor parallel", wires.Seeing) + _on_ranks("two replicas", wires.Seeing):
+        assert (report.outcome, report.passes) == ("warmed", 2)
+
+
+@ranks(2)
+def test_a_failure_with_the_right_input_is_not_tried_again():
+    """Where the guess was right there is nothing to learn, however many others guessed wrong."""
+    training = pipeline(VARIABLE, also=lambda: dist.get_rank() == 0 and in_warmup() and _break())
+    with pytest.raises(WarmupFailed, match="rank 0: ValueError: no such kernel"):
+        with pipeline_warmup(on_failure="raise"):
+            call(training)
+
+    assert training.forward_step.counts == (1, 0)
+
+
+def _break() -> None:
+    raise ValueError("no such kernel")
 
 
 @pytest.mark.ranks
@@ -243,10 +274,14 @@ def test_activations_are_asked_for_per_chunk_that_receives():
         return torch.ones(8, 1, 16) if chunk else None
 
     layout = replace(SMALL, vp=2, layers=4)
+
+    def look(module: Any, _given: Any) -> None:
+        if in_warmup():
+            arrived.append(module.input_tensor)
+
     training = pipeline(layout)
     for chunk in training.chunks:
-        decoder = megatron.unwrapped(chunk).decoder
-        decoder.register_forward_pre_hook(lambda module, *_: in_warmup() and arrived.append(module.input_tensor))
+        megatron.unwrapped(chunk).decoder.register_forward_pre_hook(look)
     with pipeline_warmup(activations=mine) as warmup:
         call(training)
 

@@ -16,8 +16,9 @@ def assert_leaves_no_trace(model: Any = None, optimizer: Any = None, *, ignoring
     Compared, to the bit and by object identity: parameters, gradients, ``main_grad``, buffers
     (those that are not saved too), every plain field and hook of every module, the
     data-parallel wrapper's buckets, configs, optimizer state, the random states of Python,
-    NumPy, torch, CUDA and Megatron's tracker, and the module globals and class attributes of all
-    loaded ``megatron`` and ``transformer_engine`` modules, where loss trackers live.
+    NumPy, torch, CUDA and Megatron's tracker, private generators, the environment, and the module
+    globals and class attributes of all loaded ``megatron`` and ``transformer_engine`` modules, where
+    loss trackers live, and of the files that the model's own classes and hooks lead to.
 
     If the block raises, nothing is compared.
 

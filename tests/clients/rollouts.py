@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,6 @@ import torch
 from eager import eager_attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from pipelines import Witness
 from replays import STAGE, Replay, hang_on_routers, staged
 
 from pp_free_warmup import in_warmup
@@ -136,20 +136,21 @@ class Actor:
         self.training = models.build(layout)
         self.replays: list[Replay] = hang_on_routers(self.training.chunks) if replaying else []
         self.trace = Trace()
-        self._passes = Witness()
         self.progress = 0
+        self.counted = threading.local()  # neither a warmup nor its verification looks into a thread's own
+        self.counted.passes = 0
 
     @property
     def passes(self) -> int:
-        """Count the forward steps inside a warmup."""
-        return len(self._passes)
+        """How many microbatches were run by a warmup."""
+        return int(self.counted.passes)
 
     def forward_step(self, then: Callable[..., Any], iterator: Any, model: Any) -> Any:
         """Run one microbatch; *then* is what the last stage does with the output."""
         batch = get_batch(iterator)
         self.progress += 1  # their progress bar
         if in_warmup():
-            self._passes.append(1)
+            self.counted.passes += 1
         else:
             self.trace.batches.append(batch["tokens"].shape[1])
         stage = "replay_forward" if self.replays and torch.is_grad_enabled() else os.environ.get(STAGE, "fallthrough")

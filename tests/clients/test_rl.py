@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_an_actor_computes_the_same_in_a_block(flavour, virtual):
     """Log-probs, losses and parameters are those of an actor without a warmup; every batch was read once."""
     layout = RAGGED_VIRTUAL if virtual else RAGGED
     cold, warmed = _cold_then(layout, flavour)
-    with pipeline_warmup() as warmup:
+    with pipeline_warmup(verify=True) as warmup:
         seen = _live(warmed, flavour)
 
     chunks = layout.vp or 1
@@ -69,8 +70,8 @@ def test_an_actor_computes_the_same_in_a_block(flavour, virtual):
 def test_an_actor_computes_the_same_through_a_decorated_method():
     """Decorated methods fetch their schedules inside: each kind is warmed in its own."""
     cold, warmed = _cold_then(RAGGED, "slime")
-    warmed.forward_only = warm_first_call(warmed.forward_only)  # type: ignore[method-assign]
-    warmed.train = warm_first_call(warmed.train)  # type: ignore[method-assign]
+    warmed.forward_only = warm_first_call(warmed.forward_only, verify=True)  # type: ignore[method-assign]
+    warmed.train = warm_first_call(warmed.train, verify=True)  # type: ignore[method-assign]
     _live(warmed, "slime")
 
     assert warmed.trace == cold.trace
@@ -82,7 +83,7 @@ def test_an_actor_computes_the_same_through_a_decorated_method():
 def test_what_the_forward_steps_owner_counts_is_put_back():
     """A progress bar, kept by the object whose method the forward step is, does not move in a pass."""
     cold, warmed = _cold_then(RAGGED, "slime")
-    with pipeline_warmup():
+    with pipeline_warmup(verify=True):
         _live(warmed, "slime")
 
     assert warmed.passes
@@ -125,7 +126,7 @@ def test_groups_that_are_rebuilt_have_their_channels_opened_again(flavour, with_
     with reloadable_groups() as groups:
         actor = Actor(RAGGED, flavour)
         assert groups.groups
-        with pipeline_warmup() as warmup:
+        with pipeline_warmup(verify=True) as warmup:
             _live(actor, flavour, rollouts=3, between=_sleep_and_wake(groups, with_the_world=with_the_world))
         parallel_state.destroy_model_parallel()
 
@@ -139,7 +140,7 @@ def test_groups_that_are_rebuilt_have_their_channels_opened_again(flavour, with_
 def test_rebuilt_groups_change_no_number():
     """An actor that sleeps between rollouts computes the same with and without the block."""
     traces = []
-    for switch in (nullcontext, pipeline_warmup):
+    for switch in (nullcontext, partial(pipeline_warmup, verify=True)):
         with reloadable_groups() as groups:
             actor = Actor(RAGGED, "slime")
             with switch():
@@ -155,7 +156,7 @@ def test_channels_can_be_opened_by_hand_after_a_rebuild():
     """Without a block around the loop, `prime_channels` opens what the wake-up closed."""
     with reloadable_groups() as groups:
         actor = Actor(RAGGED, "slime")
-        with pipeline_warmup():
+        with pipeline_warmup(verify=True):
             _live(actor, "slime", rollouts=1)
         _sleep_and_wake(groups)()
         first, second = prime_channels(actor.training.chunks), prime_channels(actor.training.chunks)
@@ -172,7 +173,7 @@ def test_recorded_routes_are_replayed_as_without_a_warmup(virtual):
     pytest.importorskip("megatron.core.transformer.moe.router_replay")
     layout = replace(ROUTED, vp=2) if virtual else ROUTED
     traces = []
-    for switch in (nullcontext, pipeline_warmup):
+    for switch in (nullcontext, partial(pipeline_warmup, verify=True)):
         models.parallel(layout.pp, layout.vp)
         actor = Actor(layout, "slime", replaying=True)
         with switch() as warmup:
@@ -195,7 +196,7 @@ def test_recorded_routes_are_replayed_as_without_a_warmup(virtual):
 def test_a_reference_and_a_critic_inside_the_actors_block():
     """Only the actor is warmed; the two others compute what they would have."""
     actor, critic = Actor(RAGGED, "slime"), Actor(RAGGED, "slime")
-    with pipeline_warmup(actor.training.chunks) as warmup:
+    with pipeline_warmup(actor.training.chunks, verify=True) as warmup:
         _live(critic, "slime", rollouts=1)
         _live(actor, "slime", rollouts=1)
 
