@@ -11,7 +11,7 @@ import torch
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._random import CallerRandom
-from pp_free_warmup.errors import UnsupportedSetup
+from pp_free_warmup.errors import NotInitialized, UnsupportedSetup, WrongCall
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -191,6 +191,40 @@ def refuse_mismatch(call: ScheduleCall) -> None:
             matters="The warmup would feed a chunk from the wrong iterator.",
             do="Pass data_iterator as a list with one entry (or None) per model chunk.",
         )
+
+
+def refuse_impossible(keywords: Mapping[str, Any]) -> None:
+    """Raise if no call could be made at all, with a warmup or without."""
+    _refuse_incomplete(keywords)
+    _refuse_uninitialized(keywords)
+
+
+def _refuse_incomplete(keywords: Mapping[str, Any]) -> None:
+    """Raise if the call lacks what every schedule requires; the cold run would raise too."""
+    missing = sorted(megatron.REQUIRED_KEYWORDS - set(keywords))
+    if missing:
+        raise WrongCall(
+            "A pipeline schedule was called without arguments that it requires.",
+            found=f"no {', '.join(missing)}; expected {', '.join(sorted(megatron.REQUIRED_KEYWORDS))}.",
+            matters="Neither the warmup nor the schedule itself can run without them.",
+            do="Pass them by name.",
+        )
+
+
+def _refuse_uninitialized(keywords: Mapping[str, Any]) -> None:
+    """Raise if there are no process groups to warm a pipeline in."""
+    if not torch.distributed.is_initialized():
+        missing, found = "torch.distributed", "no default process group"
+    elif keywords.get("p2p_communicator") is None and not megatron.is_initialized():
+        missing, found = "Megatron's parallel state", "no model-parallel groups"
+    else:
+        return
+    raise NotInitialized(
+        f"{missing} is not initialised.",
+        found=f"{found}; expected init_process_group() and Megatron's initialize_model_parallel() before.",
+        matters="Without process groups there is no pipeline whose stages could agree on a warmup.",
+        do="Initialise both before the schedule is called.",
+    )
 
 
 Guard = Callable[[ScheduleCall], AbstractContextManager[None]]

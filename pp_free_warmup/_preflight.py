@@ -1,6 +1,5 @@
 """Every reason not to warm a call, from facts that need no communication.
 
-`refuse_incomplete` and `refuse_uninitialized` raise where no call could be made at all.
 `nothing_to_do` gives reasons that are equal on all ranks by their nature (they
 need no vote, and the kind stays open). `nobody_to_ask` gives refusals that leave no
 group to vote in, and are equal on all ranks too. `refusal` gives reasons that one
@@ -20,7 +19,6 @@ from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._batches import is_readable
 from pp_free_warmup._call import ScheduleCall
 from pp_free_warmup._options import UNTESTED_SWITCH
-from pp_free_warmup.errors import NotInitialized, WrongCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +39,6 @@ class Refusal:
     def told(self) -> str:
         """All three, as the log, the report and the error say them."""
         return f"{self.text} [{self.name}]; {self.do}"
-
-
-def refuse_incomplete(keywords: Mapping[str, Any]) -> None:
-    """Raise if the call lacks what every schedule requires; the cold run would raise too."""
-    missing = sorted(megatron.REQUIRED_KEYWORDS - set(keywords))
-    if missing:
-        raise WrongCall(
-            "A pipeline schedule was called without arguments that it requires.",
-            found=f"no {', '.join(missing)}; expected {', '.join(sorted(megatron.REQUIRED_KEYWORDS))}.",
-            matters="Neither the warmup nor the schedule itself can run without them.",
-            do="Pass them by name.",
-        )
-
-
-def refuse_uninitialized(keywords: Mapping[str, Any]) -> None:
-    """Raise if there are no process groups to warm a pipeline in."""
-    if not torch.distributed.is_initialized():
-        missing, found = "torch.distributed", "no default process group"
-    elif keywords.get("p2p_communicator") is None and not megatron.is_initialized():
-        missing, found = "Megatron's parallel state", "no model-parallel groups"
-    else:
-        return
-    raise NotInitialized(
-        f"{missing} is not initialised.",
-        found=f"{found}; expected init_process_group() and Megatron's initialize_model_parallel() before.",
-        matters="Without process groups there is no pipeline whose stages could agree on a warmup.",
-        do="Initialise both before the schedule is called.",
-    )
 
 
 def nothing_to_do(schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> str:

@@ -167,4 +167,4 @@ def _span(stage: StageReport, phase: str) -> str:
     least, most = stage.least[phase], stage.most[phase]
     if most - least < 0.005:
         return f"{most:.2f}"
-    return f"{least:.2f} (rank {stage.quickest[phase]}) - {most:.2f} (rank {stage.slowest[phase]})"
+    return f"{least:.2f} rank {stage.quickest[phase]}\n{most:.2f} rank {stage.slowest[phase]}"

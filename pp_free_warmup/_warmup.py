@@ -14,7 +14,7 @@ import torch
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import _patch, _preflight
 from pp_free_warmup._agreement import Decision, Word
-from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call
+from pp_free_warmup._call import Guard, ScheduleCall, faces_of, first_chunk, read_call, refuse_impossible
 from pp_free_warmup._failures import describe
 from pp_free_warmup._flow import Flow, speaks_for
 from pp_free_warmup._ledger import Page, kind_of, ledger
@@ -53,8 +53,6 @@ def pipeline_warmup(
 ) -> PipelineWarmup:
     """Make the first pipeline-parallel step inside the block compile all stages at the same time.
 
-    The block holds the real step: the first schedule call of each kind warms up, then runs for real.
-
     Args:
         model: A chunk or a list of chunks, wrapped or not; None: any. Calls with another model run untouched.
         optimizer: Read by ``verify`` only, never stepped.
@@ -63,35 +61,19 @@ def pipeline_warmup(
         extra_guards: Guards for state of your own; see `pp_free_warmup.guards`.
         timeout: Seconds that a rank may give no sign of life; None takes the pipeline group's.
         on_unsupported: ``"skip"`` runs without a warmup and says why, ``"raise"`` raises on all ranks.
-        on_failure: ``"continue"`` runs without a warmup when the pass fails and every rank has put its state
-            back, ``"raise"`` raises `WarmupFailed` then; one rank that asks for it decides for all.
-        activations: Makes what arrives at a chunk from the stage before, where no random numbers can stand for
-            it: called with the call and the chunk's index, returns a tensor, a list of them, or None.
+        on_failure: When the pass fails and all have put back: ``"continue"`` runs without, ``"raise"`` raises.
+        activations: Makes what arrives, for stages that no random numbers suit: (call, chunk index) -> tensors.
         verify: Compare all reachable state before and after, and raise `TraceFound` naming what differs.
         shapes: Not built yet: only ``()``.
         single_flight: Not built yet: only None.
         report_to: A path to which global rank 0 writes the last report as JSON.
 
     Returns:
-        A context manager; ``as warmup`` gives the handle whose ``report`` tells what happened.
-
-    Raises:
-        UnsupportedSetup: An argument is not of the kind described.
+        A context manager around the real step; ``as warmup`` gives the handle with the ``report``.
+        What is not as described here raises `UnsupportedSetup` at once.
     """
-    given = Options(
-        enabled=enabled,
-        channels=channels,
-        extra_guards=extra_guards,
-        timeout=timeout,
-        on_unsupported=on_unsupported,
-        on_failure=on_failure,
-        activations=activations,
-        verify=verify,
-        shapes=shapes,
-        single_flight=single_flight,
-        report_to=report_to,
-    )
-    return PipelineWarmup(model, given, optimizer)
+    chosen = (enabled, channels, extra_guards, timeout, on_unsupported, on_failure, activations)
+    return PipelineWarmup(model, Options(*chosen, verify, shapes, single_flight, report_to), optimizer)
 
 
 class PipelineWarmup:
@@ -170,8 +152,7 @@ class PipelineWarmup:
         if ledger.running_here:
             return schedule(**keywords)
         if ledger.page(first_chunk(keywords), kind) is None:
-            _preflight.refuse_incomplete(keywords)
-            _preflight.refuse_uninitialized(keywords)
+            refuse_impossible(keywords)
         if _is_settled(keywords, kind) and not ledger.taken:
             return schedule(**keywords)
         with ledger.turn(self._options.timeout or DEFAULT_PATIENCE_S):
@@ -213,27 +194,27 @@ class PipelineWarmup:
             self._close(call, kind, describe(error))
             self._note(WarmupReport("failed", kind, reason=describe(error)), speaks=False)
             raise
+        decision = flow.decision
+        assert decision is not None
+        if report.outcome in ("skipped", "failed"):
+            self._remember(decision, call, report)
         if report.outcome == "skipped":
-            assert flow.decision is not None
-            self._remember(flow.decision, call, report)
-            if flow.decision.word not in self._skips:
-                self._skip(report, call, refused=flow.decision.word is Word.REFUSE)
-            if flow.decision.word is Word.IDLE:
+            if decision.word not in self._skips:
+                self._skip(report, call, refused=decision.word is Word.REFUSE)
+            if decision.word is Word.IDLE:
                 self._skips.add(Word.IDLE)  # the ranks named may be others each time; told once all the same
             return dict(call.keywords)
-        if report.outcome == "failed":
-            self._close(call, kind, report.reason)
         self._note(report, speaks=speaks_for(call))
         return {**call.keywords, "data_iterator": flow.data_iterator()}
 
-    def _remember(self, decision: Decision, call: ScheduleCall, skipped: WarmupReport) -> None:
-        """Write down whom this call's skip closes: nobody where some rank had no microbatches this time."""
+    def _remember(self, decision: Decision, call: ScheduleCall, report: WarmupReport) -> None:
+        """Write down whom this call closes: nobody where some rank had no microbatches this time."""
         if decision.word is Word.OFF:
-            self._off.add(skipped.kind)
-        elif decision.word is Word.APART:
+            self._off.add(report.kind)
+        if decision.apart:
             ledger.part(megatron.generation_of(call.keywords), decision.kinds)
-        elif decision.word is not Word.IDLE:
-            self._close(call, skipped.kind, skipped.reason)
+        if decision.word not in (Word.OFF, Word.IDLE, Word.APART):
+            self._close(call, report.kind, report.reason)
 
     def _skip(self, report: WarmupReport, call: ScheduleCall, *, refused: bool) -> None:
         self._note(report, speaks=speaks_for(call))

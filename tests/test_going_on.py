@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import SMALL, VIRTUAL, call, losses_of_step, pipeline, start_anew
+from pipelines import SMALL, VIRTUAL, Witness, call, losses_of_step, pipeline, start_anew
 
 from pp_free_warmup import _channels, in_warmup, pipeline_warmup, warm_first_call
 from pp_free_warmup import _megatron as megatron
@@ -273,12 +273,11 @@ def _raise(kind: type[BaseException]) -> None:
 @ranks(2)
 def test_what_the_pass_computed_is_freed_before_the_real_step():
     """The error that is gone on from keeps no activation alive, not even until the next collection."""
-    alive: list[weakref.ref[Any]] = []
-    seen: list[int] = []
+    alive, seen = Witness(), Witness()
 
     def step(iterator: Any, chunk: Any) -> Any:
         if not in_warmup():
-            seen.append(sum(one() is not None for one in alive))
+            seen.append(sum(one() is not None for one in alive.notes))
         output, loss = models.forward_step(iterator, chunk)
         if in_warmup():
             alive.append(weakref.ref(output))
@@ -293,7 +292,7 @@ def test_what_the_pass_computed_is_freed_before_the_real_step():
     finally:
         gc.enable()
 
-    assert seen[0] == 0
+    assert seen.notes[0] == 0
     assert len(alive) == 1
 
 

@@ -100,8 +100,8 @@ assert Ballot.watching.__wrapped__.__defaults__[0] is say  # progress goes the s
 @pytest.mark.parametrize(
     ("trainer", "seen"),
     [
-        ("says nothing about logging", "pp_free_warmup: 100 % of [te-cpu-offload]\n"),
-        ("drops warnings", "NOTICE pp_free_warmup: 100 % of [te-cpu-offload]\n"),
+        ("says nothing about logging", "pp_free_warmup: 100 % of [te-cpu-offload]"),
+        ("drops warnings", "NOTICE pp_free_warmup: 100 % of [te-cpu-offload]"),
     ],
 )
 def test_what_a_user_must_see_is_seen(trainer, seen):
@@ -109,7 +109,8 @@ def test_what_a_user_must_see_is_seen(trainer, seen):
     line = [sys.executable, "-W", "ignore", "-c", LOGGING, trainer]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
 
-    assert (ended.returncode, ended.stderr) == (0, seen)
+    assert ended.returncode == 0, ended.stderr
+    assert [line for line in ended.stderr.splitlines() if "pp_free_warmup" in line] == [seen]  # torch may say more
 
 
 def test_the_table_has_a_row_per_stage_and_a_column_per_phase():
@@ -120,7 +121,8 @@ def test_the_table_has_a_row_per_stage_and_a_column_per_phase():
     assert lines[0] == WARMED.headline()
     assert [row for row in cells if row] == [
         ["stage", "forward[0]", "pass", "backward[0]"],
-        ["0", "1.50 (rank 4) - 2.00 (rank 6)", "2.00 (rank 4) - 3.00 (rank 6)", "-"],
+        ["0", "1.50 rank 4", "2.00 rank 4", "-"],
+        ["", "2.00 rank 6", "3.00 rank 6", ""],
         ["1", "4.00", "7.00", "2.50"],
     ]
 

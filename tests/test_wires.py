@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import wires
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.transformer import TransformerConfig
 from pipelines import SMALL, call, pipeline
 
 from pp_free_warmup import _megatron as megatron
@@ -34,6 +35,10 @@ LAYOUTS = {
     "four stages": (4, replace(VARIABLE, pp=4, layers=4)),
     "tensor parallel": (4, replace(VARIABLE, tp=2)),
     "two replicas": (4, replace(VARIABLE, distributed_optimizer=True)),
+    "predictions": (
+        4,
+        replace(VARIABLE, pp=4, mtp=1, options={"pipeline_model_parallel_layout": "E|tt|m|L"}),
+    ),
     "virtual stages": (2, replace(VARIABLE, vp=2, layers=4)),
 }
 Made = tuple[list[str], Any]
@@ -105,6 +110,15 @@ def test_ids_that_are_not_yet_packed_do_not_mislead(nested):
     """Later stages that are handed the ids as they were, beside the packing, guess right at once."""
     step = partial(wires.packing_step, nested=nested)
     for report in _on_ranks("two stages", step=step, kind=wires.GPTModel):
+        assert (report.outcome, report.passes) == ("warmed", 1)
+
+
+@pytest.mark.ranks
+def test_predictions_behind_the_hidden_states_are_guessed():
+    """A stage behind one that predicts takes several hidden states, whose length the batch says as well."""
+    if "mtp_standalone" not in TransformerConfig.__dataclass_fields__:
+        pytest.skip("predictions in a stage of their own came with 0.16")
+    for report in _on_ranks("predictions", wires.GPTModel):
         assert (report.outcome, report.passes) == ("warmed", 1)
 
 

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._agreement.calls import Call
 from pp_free_warmup._agreement.halls import Hall, timeout_of
-from pp_free_warmup._agreement.mailbox import Mailbox, StoreLost, store_host
+from pp_free_warmup._agreement.lost import rank_silent, store_answers, store_lost
+from pp_free_warmup._agreement.mailbox import Mailbox, StoreLost
 from pp_free_warmup._agreement.meeting import Meeting
 from pp_free_warmup._agreement.pace import Pace
-from pp_free_warmup._agreement.signs import STUCK_TIMEOUTS, Heart, gone
+from pp_free_warmup._agreement.signs import Heart, gone
 from pp_free_warmup._agreement.watcher import Watcher
 from pp_free_warmup._agreement.words import FAILURES, Decision, Tally, Word
 from pp_free_warmup._report import say
-from pp_free_warmup.errors import RankSilent, WarmupError
+from pp_free_warmup.errors import WarmupError
 
 PROGRESS_SECONDS = 30.0
 # What gloo and NCCL say when the other side of a transfer is gone.
@@ -64,13 +65,13 @@ class Ballot:
     ) -> None:
         rank = dist.get_rank()
         self._call = call
-        with _store_answers():
+        with store_answers():
             self._mailbox = Mailbox.of_world()
         groups = [megatron.inner_group(group) for group in (*stage, pipeline) if group is pipeline or group.size() > 1]
         self._timeout = timeout_of(groups[-1]) if timeout is None else timeout
         self._pace = Pace(self._timeout, math.prod(group.size() for group in groups))
         self._peers = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)} - {rank})
-        with _store_answers():
+        with store_answers():
             halls = _halls(groups, self._mailbox, rank)
         self._heart = Heart(self._mailbox, rank, self._pace.sign)
         self._meeting = Meeting(halls, len(groups), self._mailbox, self._heart, self._pace, self._timeout, rank)
@@ -99,13 +100,13 @@ class Ballot:
         except StoreLost as lost:
             heard = self._heard if self._watcher is None else self._watcher.heard
             if heard is None:
-                raise _store_lost(lost) from lost
+                raise store_lost(lost) from lost
             decision = heard
         self._failed = decision.word in (Word.FAILED, Word.STOP)
         if self._failed:
             self.linger()
         if decision.silent:
-            raise _rank_silent(decision.silent, self._timeout)
+            raise rank_silent(decision.silent, self._timeout)
         return decision
 
     @property
@@ -172,7 +173,7 @@ class Ballot:
         self._watcher = watcher
         watcher.start()
         try:
-            with _store_answers():
+            with store_answers():
                 self._heart.beat()
             yield
         except WarmupError:
@@ -228,31 +229,3 @@ def _halls(groups: Sequence[Any], mailbox: Mailbox, rank: int) -> list[Hall]:
         else:
             mailbox.write(hall.absence_of(rank), "yes")
     return voiced
-
-
-@contextmanager
-def _store_answers() -> Iterator[None]:
-    try:
-        yield
-    except StoreLost as lost:
-        raise _store_lost(lost) from lost
-
-
-def _rank_silent(silent: str, timeout: float) -> RankSilent:
-    return RankSilent(
-        "The warmup was given up on all ranks: some were not heard of, or got nowhere.",
-        found=f"{silent}; expected a sign of life at least every {timeout:g} s, and progress at least every "
-        f"{STUCK_TIMEOUTS * timeout:g} s.",
-        matters="Ranks that go on without the others would wait for them in the pipeline until its timeout.",
-        do="Look at the named ranks' logs. A rank that never came to this call may have no pipeline_warmup block "
-        "around it, or may have left before it; a rank that is only slow needs a longer timeout=.",
-    )
-
-
-def _store_lost(lost: StoreLost) -> RankSilent:
-    return RankSilent(
-        "The warmup was given up on this rank: the process that serves the key-value store is lost.",
-        found=f"{lost}; expected an answer from the store ({store_host()}).",
-        matters="The ranks cannot agree any more on whether to warm up.",
-        do="Look at the log of that process: it ended before this one.",
-    )

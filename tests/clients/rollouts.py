@@ -142,7 +142,7 @@ class Actor:
 
     @property
     def passes(self) -> int:
-        """How many microbatches were run by a warmup."""
+        """Count the forward steps inside a warmup."""
         return int(self.counted.passes)
 
     def forward_step(self, then: Callable[..., Any], iterator: Any, model: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fault_trials import Trial
 from forked import groups_that_wait
-from trials import Trial
 
 from pp_free_warmup import _channels, in_warmup, pipeline_warmup
 from pp_free_warmup import _megatron as megatron

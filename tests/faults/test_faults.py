@@ -7,8 +7,8 @@ from typing import Any
 
 import injection
 import pytest
+from fault_trials import TRIALS, Trial
 from forked import Ending, run_forked
-from trials import TRIALS, Trial
 from verdicts import COUNTS
 
 pytestmark = [pytest.mark.faults, pytest.mark.ranks]
