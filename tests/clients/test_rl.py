@@ -173,7 +173,7 @@ def test_recorded_routes_are_replayed_as_without_a_warmup(virtual):
     pytest.importorskip("megatron.core.transformer.moe.router_replay")
     layout = replace(ROUTED, vp=2) if virtual else ROUTED
     traces = []
-    for switch in (nullcontext, pipeline_warmup):
+    for switch in (nullcontext, pipeline_warmup):  # verify would name the global that every forward sets anew
         models.parallel(layout.pp, layout.vp)
         actor = Actor(layout, "slime", replaying=True)
         with switch() as warmup:
