@@ -7,32 +7,34 @@ looks: no property, ``__getattr__``, ``__eq__`` or iterator of anybody's is call
 
 from __future__ import annotations
 
-import enum
-import functools
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 
 from pp_free_warmup._callables import Held, held_by
-from pp_free_warmup._generators import is_generator
+from pp_free_warmup._kinds import (
+    CALLABLE,
+    LISTED,
+    MAPPING,
+    MODULE,
+    OBJECT,
+    RANDOM,
+    TUPLE,
+    UNKNOWN,
+    fields_of,
+    is_number,
+    is_shared,
+    kind_of,
+    slots_of,
+    slots_read,
+)
 
 # How many links are followed from a module or a forward step, and into how large a container.
 DEPTH = 6
 ITEMS = 10_000
-# Packages whose objects are left as they are: compiled code and its caches, locks, threads, files, ourselves.
-COMPILERS = {"torch", "triton", "tilelang", "tvm", "cutlass", "flashinfer", "deep_gemm", "numpy"}
-THREADS = {"threading", "_thread", "concurrent", "multiprocessing", "asyncio", "ray", "subprocess", "socket", "ssl"}
-LIBRARY = {"logging", "weakref", "io", "_io", "ctypes", "importlib", "inspect", "re", "pathlib", "typing", "wrapt"}
-CLOSED = COMPILERS | THREADS | LIBRARY | {"pp_free_warmup"}
-NUMBERS = (bool, int, float, str)  # global variables of these kinds are counters and flags
-OURS_FOR_TESTS = "pp_free_warmup.testing"
-
-UNKNOWN = -1
-SKIPPED, MODULE, MAPPING, LISTED, TUPLE, RANDOM, OBJECT, CALLABLE = range(8)
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +48,8 @@ class Reached:
         slotted: Objects with ``__slots__``, and the descriptors of those slots.
         containers: Builtin containers (and those of classes derived from them) that can be changed.
         cells: Variables of closures.
-        names: Global variables that a function names and that are counters or flags: the file's globals, the name.
+        names: Counters and flags that are kept one by one, as the dict and the name: global variables that a
+            function names, fields of a forward step's objects that other threads work on.
         generators: Private random generators of torch, NumPy and Python.
     """
 
@@ -106,7 +109,7 @@ class Walk:
             of = type(value)
             kind = kinds.get(of)
             if kind is None:
-                kind = kinds[of] = _kind_of(of)
+                kind = kinds[of] = kind_of(of)
             if kind:
                 waiting.append((value, kind, depth))
 
@@ -144,22 +147,21 @@ class Walk:
         self._found.generators.append(generator)
 
     def _enter_object(self, value: object, depth: int) -> None:
-        fields = _fields_of(value)
+        fields, slots = fields_of(value), self._slots_of(type(value))
+        if self._opens and is_shared(value):
+            self._found.names.extend((fields or {}, name) for name, held in (fields or {}).items() if is_number(held))
+            return
         if fields is not None:
             self._found.fields.append(fields)
-            if self._opens:
-                self._found.lasting.add(id(fields))
-        slots = self._slots_of(type(value))
+            self._found.lasting.update([id(fields)] if self._opens else [])
         if slots:
             self._found.slotted.append((value, slots))
         if depth < DEPTH:
-            self._push(tuple((fields or {}).values()), depth + 1)
-            self._push(slots_read(value, slots).values(), depth + 1)
-            if self._opens and callable(value):
-                self._enter_callable(value, depth)
+            self._push((*(fields or {}).values(), *slots_read(value, slots).values()), depth + 1)
+            self._enter_callable(value, depth)
 
     def _enter_callable(self, function: Any, depth: int) -> None:
-        if not self._opens or depth >= DEPTH:
+        if not self._opens or depth >= DEPTH or not callable(function):
             return
         for held in held_by(function):
             if held.cell is not None:
@@ -173,16 +175,14 @@ class Walk:
 
     def _enter_global(self, function: FunctionType, held: Held, depth: int) -> None:
         """Go on to a global variable, but to a function only where it is of the same file."""
-        if isinstance(held.value, NUMBERS):
+        if is_number(held.value):
             self._found.names.append((function.__globals__, held.name.removeprefix("global ")))
         elif not isinstance(held.value, FunctionType) or held.value.__globals__ is function.__globals__:
             self._push((held.value,), depth + 1)
 
     def _slots_of(self, of: type) -> tuple[Any, ...]:
         if of not in self._slots:
-            bases = [vars(base) for base in of.__mro__ if "__slots__" in vars(base)]
-            members = [member for base in bases for member in base.values()]
-            self._slots[of] = tuple(member for member in members if isinstance(member, MemberDescriptorType))
+            self._slots[of] = slots_of(of)
         return self._slots[of]
 
 
@@ -195,50 +195,3 @@ ENTER: dict[int, Callable[[Walk, Any, int], None]] = {
     OBJECT: Walk._enter_object,
     CALLABLE: Walk._enter_callable,
 }
-
-
-def slots_read(value: object, slots: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return what the slots of an object hold, by descriptor; those that are not set are left out."""
-    found = {}
-    for slot in slots:
-        try:
-            found[slot] = slot.__get__(value)
-        except AttributeError:
-            continue
-    return found
-
-
-def _fields_of(value: object) -> dict[str, Any] | None:
-    try:
-        fields = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return fields if isinstance(fields, dict) else None
-
-
-def _kind_of(of: type) -> int:
-    """Say how a value of this class is entered, for the first value of each class."""
-    for kinds, kind in (
-        (torch.nn.Module, MODULE),
-        ((torch.Tensor, type, ModuleType, enum.Enum, BaseException), SKIPPED),
-        (dict, MAPPING),
-        ((list, set, deque), LISTED),
-        ((tuple, frozenset), TUPLE),
-        ((FunctionType, MethodType, functools.partial), CALLABLE),
-    ):
-        if issubclass(of, kinds):
-            return kind
-    if is_generator(of):
-        return RANDOM
-    return OBJECT if _is_open(of) else SKIPPED
-
-
-def _is_open(of: type) -> bool:
-    """Tell whether an object of this class is a plain one that holds state of its own."""
-    home = str(of.__module__)
-    if home.partition(".")[0] in CLOSED and not home.startswith(OURS_FOR_TESTS):
-        return False
-    steps = hasattr(of, "step") and hasattr(of, "zero_grad")  # an optimizer: never touched
-    advances = hasattr(of, "__next__")  # what a fetch takes from it is gone, and is served again
-    has_fields = of.__dictoffset__ != 0 or any("__slots__" in vars(base) for base in of.__mro__)
-    return has_fields and not steps and not advances

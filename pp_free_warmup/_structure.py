@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from pp_free_warmup._reach import NUMBERS, Reached, Walk, slots_read
+from pp_free_warmup._kinds import is_number, slots_read
+from pp_free_warmup._reach import Reached, Walk
 from pp_free_warmup._undo import ABSENT, is_same_dict, refill
 
 # What torch.compile notes of code that it compiled in the block and that stays: without the note it would be stale.
@@ -187,7 +188,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 def _is_one(one: Any, other: Any) -> bool:
     """Tell whether two values are one and the same: the same object, or equal numbers or texts."""
-    return one is other or (type(one) is type(other) and isinstance(one, NUMBERS) and one == other)
+    return one is other or (type(one) is type(other) and is_number(one) and one == other)
 
 
 def _empty(container: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import queue
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -397,6 +399,23 @@ def test_what_a_fetch_changes_stays_changed():
 
     assert (trainer.loader.epoch, trainer.loader.seen) == (1, [0, 1])
     assert _told(trainer) == (0, [], 0.0, False)
+
+
+@pytest.mark.parametrize(
+    "worker", [threading.Thread(), queue.Queue(), ThreadPoolExecutor(1)], ids=lambda it: type(it).__name__
+)
+def test_what_other_threads_fill_is_left_to_them(worker):
+    """An owner with a thread or a queue has its counters back; containers keep what was put in meanwhile."""
+    trainer = Trainer()
+    trainer.worker, trainer.waiting = worker, queue.Queue()
+    before = kept(trainer.step)
+    trainer.step()
+    trainer.waiting.put("batch")
+    before.put_back()
+
+    assert trainer.tokens == 0
+    assert trainer.routes == [1]
+    assert list(trainer.waiting.queue) == ["batch"]
 
 
 def test_an_engine_of_two_hundred_fields_is_no_burden():
