@@ -12,6 +12,7 @@ from typing import Any
 from pp_free_warmup._cli._bench_cases import Case
 from pp_free_warmup._cli._bench_worker import measure
 from pp_free_warmup.testing._rank_pool import RankPool, RanksFailed, run_on_ranks
+from pp_free_warmup.testing._shared_gpu import rank_environment
 
 # What is set for every rank. One compile thread each: with Inductor's own pool, kernels are compiled where no
 # one counts them. Transformer Engine repeats its own results to the bit only without those algorithms.
@@ -113,9 +114,9 @@ class Conditions:
 
     def environment(self, turn: Turn) -> dict[str, str]:
         """Return what the ranks of *turn* find in their environment."""
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        needed = rank_environment(self.device, self.ranks)
         folder = f"{self.root}/{turn.folder}/{'all' if self.shared else 'rank{rank}'}"
-        return {**hidden, **ENVIRONMENT, **{name: f"{folder}/{cache}" for name, cache in CACHES.items()}}
+        return {**needed, **ENVIRONMENT, **{name: f"{folder}/{cache}" for name, cache in CACHES.items()}}
 
 
 def run_all(waiting: Sequence[Turn], conditions: Conditions, deadline: float) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ class Plan:
     Attributes:
         pp: Pipeline stages, one process each.
         vpp: Model chunks per stage, or None for one without virtual stages.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU per stage).
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a GPU per stage, or shared ones).
         simulate_jit: Seconds that the first forward and the first backward of each model chunk
             sleep, instead of compiling; None compiles for real.
         caches: Whether each rank compiles into a cache of its own, or all into one.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from pp_free_warmup._cli._cores import cores_usable
 from pp_free_warmup._cli._plan import Plan
 from pp_free_warmup._cli._records import RankRecord, StepTimes
+from pp_free_warmup.testing._shared_gpu import mark
 
 COLD_FACTOR, STEADY_FACTOR = 1.1, 1.2
 DIFFERENCES_KEPT = 100
@@ -109,7 +110,7 @@ class Result:
     @property
     def law_applies(self) -> bool:
         """False where compiling stages share cores: then each is slower than it was alone."""
-        return self.plan.simulate_jit is not None or self.plan.pp <= cores()
+        return self.plan.simulate_jit is not None or self.plan.pp <= cores_usable()
 
     @property
     def typical(self) -> Pair:
@@ -120,7 +121,8 @@ class Result:
         """Return the result ready for JSON."""
         return {
             **asdict(self.plan),
-            "cores": cores(),
+            **mark(self.plan.device, self.plan.pp),
+            "cores_usable": cores_usable(),
             "repeat": len(self.pairs),
             "without": {"first_step_s": self.cold_s},
             "with": {"first_step_s": self.warm_s, "warmup_s": self.warmup_s, "channels_s": self.channels_s},
@@ -133,8 +135,3 @@ class Result:
             "differences": self.differences[:DIFFERENCES_KEPT],
             "first_steps_s": [[pair.cold.first_step_s, pair.warm.first_step_s] for pair in self.pairs],
         }
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -7,7 +7,8 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.table import Table
 
-from pp_free_warmup._cli._results import COLD_FACTOR, STEADY_FACTOR, Result, cores
+from pp_free_warmup._cli._cores import cores_usable
+from pp_free_warmup._cli._results import COLD_FACTOR, STEADY_FACTOR, Result
 from pp_free_warmup._cli._which_megatron import imported_version
 
 DIFFERENCES_SHOWN = 10
@@ -17,7 +18,7 @@ def show(result: Result, console: Console) -> None:
     """Print the table, the law and whether anything differs."""
     plan = result.plan
     software = f"megatron-core {imported_version()}, torch {version('torch')}"
-    for line in ("", plan.title(), f"{software}; {cores()} cores{_repeated(result)}"):
+    for line in ("", plan.title(), f"{software}; {cores_usable()} cores{_repeated(result)}"):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_table(result))
     for line in (_law(result), *_equality(result)):
@@ -50,7 +51,7 @@ def _law(result: Result) -> str:
     sign = "<=" if result.warm_s <= result.bound_s else ">"
     parts = f"{COLD_FACTOR} x {result.slowest_s:.2f} s + {STEADY_FACTOR} x {result.steady_s:.3f} s"
     text = f"law: first step with {result.warm_s:.2f} s {sign} {result.bound_s:.2f} s = {parts} (slowest stage, steady)"
-    return text if result.law_applies else f"{text} ({result.plan.pp} stages compile on {cores()} cores)"
+    return text if result.law_applies else f"{text} ({result.plan.pp} stages compile on {cores_usable()} cores)"
 
 
 def _equality(result: Result) -> list[str]:

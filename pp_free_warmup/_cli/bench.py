@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pp_free_warmup._cli._cores import cores_usable
 from pp_free_warmup._cli._values import at_least, seconds
 from pp_free_warmup._cli._which_megatron import imported_version
 from pp_free_warmup._cli.doctor import DISTRIBUTIONS, installed
+from pp_free_warmup.testing._shared_gpu import Spread, mark
 
 if TYPE_CHECKING:
     from pp_free_warmup._cli._bench_cases import Case
@@ -45,7 +47,12 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cuda", help="NCCL with one GPU per rank (default), or gloo")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="NCCL (default; with few GPUs, ranks share them), or gloo",
+    )
     add("--pp", type=at_least(2), metavar="N", help="pipeline stages (default: what --tp, --ep leave of the GPUs)")
     add("--vp", type=at_least(2), metavar="N", help="model chunks per stage (default: no virtual stages)")
     add("--tp", type=at_least(1), default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
@@ -78,6 +85,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     chosen = _chosen(arguments, refuse)
     document: dict[str, Any] = {
         "command": " ".join(["python -m pp_free_warmup", *sys.argv[1:]]),
+        **mark(arguments.device, ranks),
         "hardware": _hardware(),
         "versions": _versions(),
         "models": {case.name: vars(case.layout) for case in chosen},
@@ -104,7 +112,7 @@ def _results(
         compiled=arguments.compile,
         steady=arguments.steady,
         limit_s=arguments.limit_s,
-        ahead=2 if (os.cpu_count() or 1) >= IMPORTS_AHEAD_CORES * ranks else 1,
+        ahead=2 if cores_usable() >= IMPORTS_AHEAD_CORES * ranks else 1,
         root=root,
     )
     turns = (
@@ -187,18 +195,19 @@ def _names_of_errors(text: str) -> str:
 def _spread(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     """Fill in the number of stages; return the number of ranks."""
     inner = arguments.tp * arguments.ep
-    gpus = 2 * inner
-    if arguments.device == "cuda":
-        import torch
+    if arguments.device == "cpu":
+        arguments.pp = arguments.pp or 2
+        return int(arguments.pp * inner)
+    import torch
 
-        gpus = torch.cuda.device_count()
-    if arguments.pp is None:
-        arguments.pp = gpus // inner
-    ranks = int(arguments.pp * inner)
-    if arguments.pp < 2 or (arguments.device == "cuda" and gpus < ranks):
-        stages = f"{max(2, arguments.pp)} stages of {inner} ranks"
-        refuse(f"--device {arguments.device} with {stages}: torch sees {gpus} GPUs")
-    return ranks
+    gpus = torch.cuda.device_count()
+    arguments.pp = arguments.pp or max(2, gpus // inner)
+    spread = Spread(arguments.pp * inner, gpus)
+    if spread.obstacle():
+        refuse(f"--device cuda with {arguments.pp} stages of {inner} ranks: {spread.obstacle()}")
+    if spread.line():
+        print(spread.line(), file=sys.stderr)
+    return spread.ranks
 
 
 def _chosen(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> list[Case]:
@@ -232,4 +241,4 @@ def _hardware() -> dict[str, Any]:
     if shutil.which("nvidia-smi"):
         told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout  # noqa: S607
         gpus = [line.split(" (UUID")[0] for line in told.splitlines()]
-    return {"gpus": gpus, "cores": os.cpu_count()}
+    return {"gpus": gpus, "cores": os.cpu_count(), "cores_usable": cores_usable()}

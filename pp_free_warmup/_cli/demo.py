@@ -18,6 +18,7 @@ from rich.console import Console
 from pp_free_warmup._cli._plan import Plan
 from pp_free_warmup._cli._progress import Progress
 from pp_free_warmup._cli._values import at_least, seconds
+from pp_free_warmup.testing._shared_gpu import spread
 
 if TYPE_CHECKING:
     from pp_free_warmup._cli._results import Pair, Result
@@ -49,7 +50,12 @@ def add_to(commands: Any) -> None:
     add = parser.add_argument
     add("--pp", type=at_least(2), default=2, metavar="N", help="pipeline stages, one process each (default: 2)")
     add("--vpp", type=at_least(2), metavar="N", help="model chunks per stage (default: no virtual stages)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on the CPU, or NCCL with one GPU per stage")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="gloo on the CPU (default), or NCCL; with few GPUs, stages share them",
+    )
     add(
         "--simulate-jit",
         type=seconds,
@@ -91,7 +97,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     )
     progress = Progress(Console(stderr=True), arguments.timeout)
     progress.say(plan.title())
-    _check_device(plan, refuse)
+    _check_device(plan, refuse, progress)
     with _terminated_as_interrupted():
         try:
             return _compare(plan, arguments, progress)
@@ -154,13 +160,15 @@ def _check_picture(path: Path | None, refuse: Callable[[str], Any]) -> None:
         refuse("--picture needs matplotlib: pip install 'pp-free-warmup[picture]'")
 
 
-def _check_device(plan: Plan, refuse: Callable[[str], Any]) -> None:
-    """Refuse more stages than GPUs."""
-    if plan.device == "cuda":
-        import torch
-
-        if torch.cuda.device_count() < plan.pp:
-            refuse(f"--device cuda --pp {plan.pp} needs {plan.pp} GPUs; torch sees {torch.cuda.device_count()}")
+def _check_device(plan: Plan, refuse: Callable[[str], Any], progress: Progress) -> None:
+    """Refuse GPUs that are not there or cannot be shared, and say so where stages share one."""
+    if plan.device == "cpu":
+        return
+    stages = spread(plan.pp)
+    if stages.obstacle():
+        refuse(f"--device cuda --pp {plan.pp}: {stages.obstacle()}")
+    if stages.line():
+        progress.say(stages.line())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pp_free_warmup.testing._rank_job import Job, Outcome, Where
 from pp_free_warmup.testing._rank_process import Worker
+from pp_free_warmup.testing._shared_gpu import rank_environment
 
 # Seconds for a new process to import torch and Megatron, also on a busy machine.
 START = 180.0
@@ -118,8 +119,7 @@ def _values(workers: list[Worker], ended: dict[int, Outcome], timeout: float) ->
 
 _numbers = itertools.count()
 _stores: list[dist.TCPStore] = []
-_pools: dict[str, RankPool] = {}
-_HIDDEN: dict[str, dict[str, str]] = {"cpu": {"CUDA_VISIBLE_DEVICES": ""}, "cuda": {}}
+_pools: dict[tuple[tuple[str, str], ...], RankPool] = {}
 
 
 def _store() -> tuple[str, int]:
@@ -150,7 +150,8 @@ def run_on_ranks(
         fresh: Use new processes with empty compile caches (one cache per rank, as on separate
             hosts) instead of the pool's, and end them afterwards.
         timeout: Seconds after which the ranks count as hung.
-        device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL, one GPU per rank.
+        device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL, a GPU per rank; where ranks
+            exceed GPUs, they share them.
         jit: Compile Megatron's fused functions for real, see `cuda_on_cpu`.
         environment: Environment variables of fresh processes, which win; ``{folder}`` in a value
             stands for a directory of the process's own.
@@ -163,23 +164,27 @@ def run_on_ranks(
     Raises:
         RanksFailed: A rank raised, died or hung. The text names it and shows where.
         RanksSkipped: Every rank called ``pytest.skip``.
+        RuntimeError: This machine has no GPU, or none that the ranks can share.
     """
     where, prefix, host = Where.of(function), f"job{next(_numbers)}", _store()
     jobs = [Job(where, arguments, keywords, rank, n, host, prefix, timeout, device, jit) for rank in range(n)]
     if pool is not None:
         return pool.run(jobs)
-    return _run_afresh(jobs, device, environment or {}) if fresh else _shared_pool(device).run(jobs)
+    needed = rank_environment(device, n)
+    return _run_afresh(jobs, {**needed, **(environment or {})}) if fresh else _shared_pool(needed).run(jobs)
 
 
-def _shared_pool(device: str) -> RankPool:
-    if device not in _pools:
-        _pools[device] = RankPool(_HIDDEN[device])
-    return _pools[device]
+def _shared_pool(environment: Mapping[str, str]) -> RankPool:
+    """Return the pool whose processes have this environment: NCCL reads it once, whatever runs there later."""
+    key = tuple(environment.items())
+    if key not in _pools:
+        _pools[key] = RankPool(environment)
+    return _pools[key]
 
 
-def _run_afresh(jobs: list[Job], device: str, environment: Mapping[str, str]) -> list[Any]:
+def _run_afresh(jobs: list[Job], environment: Mapping[str, str]) -> list[Any]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": "{folder}/inductor", "TRITON_CACHE_DIR": "{folder}/triton"}
-    pool = RankPool({**_HIDDEN[device], **caches, **environment})
+    pool = RankPool({**caches, **environment})
     try:
         return pool.run(jobs)
     finally:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from pp_free_warmup.testing._afresh import forget_megatron, let_models_die
 from pp_free_warmup.testing._cuda_on_cpu import cuda_on_cpu
 from pp_free_warmup.testing._rank_job import Job, Outcome
+from pp_free_warmup.testing._shared_gpu import spread
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -100,7 +101,7 @@ def _device(job: Job) -> Iterator[None]:
         with cuda_on_cpu(jit=job.jit):
             yield
         return
-    torch.cuda.set_device(job.rank)
+    torch.cuda.set_device(spread(job.world_size).device(job.rank))
     yield
 
 

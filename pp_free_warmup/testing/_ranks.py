@@ -27,7 +27,8 @@ def ranks(
         fresh: Use new processes with empty compile caches, and end them afterwards.
         timeout: Seconds after which the ranks count as hung: all are killed, and the failure
             shows the stacks of those that were still running.
-        device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL, one GPU per rank.
+        device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL, a GPU per rank; where ranks
+            exceed GPUs, they share them (then slower, and otherwise the same).
         jit: Compile Megatron's fused functions for real, see `cuda_on_cpu`.
 
     Returns:

@@ -29,8 +29,8 @@ REFUSED = {
     "a lost folder": (["demo", "--picture", "no/where.svg"], "--picture no/where.svg: there is no folder no"),
     "no such case": (["bench", "--device", "cpu", "--only", "fp4"], "--only fp4: can be local-bf16"),
     "one steady step": (["bench", "--steady", "1"], "argument --steady: '1' is no whole number from 2 on"),
-    "too few GPUs for the bench": (["bench", "--pp", "4096"], "--device cuda with 4096 stages of 1 ranks: torch sees"),
-    "too few GPUs": (["demo", "--device", "cuda", "--pp", "4096"], "--device cuda --pp 4096 needs 4096 GPUs"),
+    "too few GPUs for the bench": (["bench", "--pp", "4096"], "--device cuda with 4096 stages of 1 ranks: 4096 ranks "),
+    "too few GPUs": (["demo", "--device", "cuda", "--pp", "4096"], "--device cuda --pp 4096: 4096 ranks "),
 }
 
 

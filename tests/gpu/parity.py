@@ -1,8 +1,8 @@
 """Compare training without, with, and again without the warmup, to the bit: ``python -m tests.gpu.parity``.
 
-One set of processes, one per GPU, serves many configurations; process groups and Megatron's parallel
-state are made anew for each run. A configuration that fails or hangs costs its processes and its
-own result, no other. Results are written to JSON after each configuration.
+One set of processes serves many configurations; process groups and Megatron's parallel state are
+made anew for each run. A configuration that fails or hangs costs its processes and its own result,
+no other. Results are written to JSON after each configuration.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from pp_free_warmup.testing._rank_pool import RankPool, RanksFailed, run_on_ranks
+from pp_free_warmup.testing._shared_gpu import mark, rank_environment, spread
 from tests.gpu.comparison import verdict
 from tests.gpu.configurations import Configuration, configurations
 
@@ -98,7 +99,11 @@ class Comparisons:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.chosen = chosen(arguments)
-        self.document: dict[str, Any] = {"command": " ".join(sys.argv), "machine": describe_machine(arguments)}
+        self.document: dict[str, Any] = {
+            "command": " ".join(sys.argv),
+            **mark(arguments.device, arguments.ranks),
+            "machine": describe_machine(arguments),
+        }
         self._results: dict[str, dict[str, Any]] = {}
         self._waiting: queue.SimpleQueue[Configuration] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -115,7 +120,7 @@ class Comparisons:
 
     def _lane(self) -> None:
         """Take one configuration after the other, with one set of processes."""
-        pool = RankPool({"CUDA_VISIBLE_DEVICES": ""} if self.arguments.device == "cpu" else {})
+        pool = RankPool(rank_environment(self.arguments.device, self.arguments.ranks))
         try:
             while True:
                 self._finish(self._one(self._waiting.get_nowait(), pool))
@@ -195,15 +200,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.parity", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("parity.json"), help="where the results go")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, default=0, help="processes; 0: one per GPU (on CPU: 2)")
+    parser.add_argument("--ranks", type=int, default=0, help="processes; 0: one per GPU, at least 2")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--skip", default="", help="names, separated by commas")
-    parser.add_argument("--lanes", type=int, default=1, help="sets of processes that share the GPUs")
+    parser.add_argument("--lanes", type=int, default=1, help="sets of processes that work at the same time")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for one run, then it counts as hung")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which none is begun")
     arguments = parser.parse_args(words)
-    arguments.ranks = arguments.ranks or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
+    arguments.ranks = arguments.ranks or (max(2, torch.cuda.device_count()) if arguments.device == "cuda" else 2)
     return arguments
 
 
@@ -213,10 +218,22 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def _check_gpus(ranks: int) -> None:
+    """Say that ranks share GPUs, or end where they cannot."""
+    wanted = spread(ranks)
+    if wanted.obstacle():
+        raise SystemExit(wanted.obstacle())
+    if wanted.line():
+        print(wanted.line(), flush=True)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Compare, print one line per configuration, and return 0 if nothing is wrong."""
     set_environment()
-    document = Comparisons(parse(words)).run()
+    arguments = parse(words)
+    if arguments.device == "cuda":
+        _check_gpus(arguments.ranks)
+    document = Comparisons(arguments).run()
     verdicts = [result["verdict"] for result in document.get("results", [])]
     print({verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)})
     return 0 if all(verdict in GOOD for verdict in verdicts) else 1

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from pp_free_warmup.testing._shared_gpu import spread
 from tests.gpu import parity
 from tests.gpu.configurations import configurations
 
@@ -16,8 +17,9 @@ WORLD = max(2, torch.cuda.device_count())
 @pytest.fixture(scope="module", autouse=True)
 def _environment():
     """Let the processes of these tests choose deterministic kernels."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    obstacle = spread(WORLD).obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
     parity.set_environment()
 
 
