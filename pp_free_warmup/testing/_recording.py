@@ -18,6 +18,7 @@ from pp_free_warmup._trace import observed, random_states
 
 IDENTITY = re.compile(r" ?\w+ object 0x[0-9a-f]+")
 HOOK = re.compile(r"(_hooks\w*)\[\d+\]")
+GROUP = re.compile(r"group=\d{6,}")  # Transformer Engine's keys name a process group by its address
 
 
 class Activations:
@@ -114,7 +115,7 @@ def without_identity(fields: Fields) -> Fields:
     """Return *fields* without object addresses and hook numbers, which differ from run to run."""
     kept: Fields = {}
     for path, text in fields.items():
-        name = HOOK.sub(r"\1[*]", path)
+        name = GROUP.sub("group=*", HOOK.sub(r"\1[*]", path))
         kept[name] = kept.get(name, "") + IDENTITY.sub("", text)
     return kept
 

@@ -12,8 +12,10 @@ SHOWN = 12
 STATE = "state."
 # Static inputs and outputs of captured graphs lie in the pool that all graphs share: whichever graph
 # was replayed last has left its numbers there, and each replay overwrites its own before it reads them.
+# What a runner notes of its inputs (``..._metas``) points there too: two runs without the warmup differ in it.
 GRAPH_POOL = tuple(
-    f"*.cudagraph_runners*.{name}*" for name in ("fwd_graph_input_kwargs", "fwd_graph_outputs", "static_grad_")
+    f"*.cudagraph_runners*.{name}*"
+    for name in ("fwd_graph_input_kwargs", "fwd_graph_input_kwarg_metas", "fwd_graph_outputs", "static_grad_")
 )
 Ranks = list[dict[str, Any]]
 Place = tuple[int, int, str]
