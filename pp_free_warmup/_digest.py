@@ -92,23 +92,23 @@ def pickle_digest(value: Any) -> str:
 # Read by the builtin's own ``__repr__``: a subclass's would be the caller's code.
 NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
 PLAIN = (type(None), *NUMBERS_AND_TEXTS, enum.Enum, torch.dtype, torch.device, range, slice)
-LONGEST_TEXT = 200
+LONGEST_TEXT, LONGEST_KEY = 200, 4000
 LARGEST_ARRAY = 64 * 2**20
 
 
-def plain_text(value: Any) -> str:
-    """Return a plain value as text; a long one is cut, with the digest of the whole."""
+def plain_text(value: Any, longest: int = LONGEST_TEXT) -> str:
+    """Return a plain value as text; one of over *longest* characters is cut, with the digest of the whole."""
     kind = type(value)
     own = next((base for base in NUMBERS_AND_TEXTS if kind is not bool and issubclass(kind, base)), None)
     if own is None and issubclass(kind, enum.Enum):
         return f"{kind.__name__}.{vars(value).get('_name_')}"
     text = repr(value) if own is None else own.__repr__(value)
-    return shortened(text)
+    return shortened(text, longest)
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
     """Return *text*, or its beginning and the digest of the whole."""
-    return text if len(text) <= LONGEST_TEXT else f"{text[:80]}... {bytes_digest(text.encode(errors='replace'))}"
+    return text if len(text) <= longest else f"{text[:80]}... {bytes_digest(text.encode(errors='replace'))}"
 
 
 def state_reader(kind: type) -> Callable[[Any], str] | None:

@@ -21,7 +21,7 @@ import torch
 import wrapt
 
 from pp_free_warmup._callables import METHODS, code_of, held_by, own_fields, stored
-from pp_free_warmup._digest import PLAIN, plain_text, shortened, state_reader, tensor_digest
+from pp_free_warmup._digest import LONGEST_KEY, PLAIN, plain_text, shortened, state_reader, tensor_digest
 from pp_free_warmup._origins import Origins
 
 PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace, queue.Queue, collections.UserDict, collections.UserList)
@@ -213,7 +213,7 @@ class StateWalk:
         kind = next(base for base in (collections.OrderedDict, dict) if issubclass(type(mapping), base))
         for number, (key, value) in self._ends(path, kind.items(mapping)):
             is_plain = issubclass(type(key), PLAIN)
-            name = plain_text(key) if is_plain else f"#{number}"
+            name = plain_text(key, LONGEST_KEY) if is_plain else f"#{number}"
             if not is_plain:
                 self._see(f"{path}.keys[{name}]", key)
             self._see(f"{path}[{name}]", value)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pipelines import Witness
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import in_warmup, pipeline_warmup
@@ -30,7 +31,7 @@ def started() -> int:
 @ranks(4)
 def test_no_stage_waits_for_one_that_is_ten_times_slower() -> None:
     """The other stages end their pass at once, and nothing is sent between stages before the slow one is done."""
-    rank, seen = dist.get_rank(), []
+    rank, seen = dist.get_rank(), Witness()
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         if in_warmup():
@@ -48,7 +49,7 @@ def test_no_stage_waits_for_one_that_is_ten_times_slower() -> None:
 
     report = warmup.report
     assert len(seen) == 2
-    assert seen[0] == seen[1]
+    assert seen.notes[0] == seen.notes[1]
     assert report.transfers_in_pass == 0
     slowest = [stage.most["pass"] for stage in report.stages]
     assert slowest[SLOW] >= COMPILE

@@ -150,11 +150,9 @@ def run_on_ranks(
         fresh: Use new processes with empty compile caches (one cache per rank, as on separate
             hosts) instead of the pool's, and end them afterwards.
         timeout: Seconds after which the ranks count as hung.
-        device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL, a GPU per rank; where ranks
-            exceed GPUs, they share them.
+        device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL; ranks beyond the GPUs share them.
         jit: Compile Megatron's fused functions for real, see `cuda_on_cpu`.
-        environment: Environment variables of fresh processes, which win; ``{folder}`` in a value
-            stands for a directory of the process's own.
+        environment: Variables of fresh processes, which win; ``{folder}`` is a directory of the process's own.
         pool: Processes of the caller's, who stops them; None takes the ones that all tests share.
         **keywords: More arguments for *function*.
 

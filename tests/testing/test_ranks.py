@@ -38,6 +38,23 @@ def test_arguments_reach_the_body(size: int, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def _patched(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setenv("PATCHED_ON_A_RANK", "1")
+    monkeypatch.setattr(sys, "patched_on_a_rank", True, raising=False)
+    return os.getpid()
+
+
+def _is_patched() -> tuple[int, bool]:
+    return os.getpid(), "PATCHED_ON_A_RANK" in os.environ or hasattr(sys, "patched_on_a_rank")
+
+
+def test_what_a_test_patches_on_a_rank_is_undone_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next test in the same processes finds nothing of it."""
+    patched = run_on_ranks(_patched, 2, monkeypatch)
+
+    assert run_on_ranks(_is_patched, 2) == [(process, False) for process in patched]
+
+
 class TestInAClass:
     """Methods find their way to the ranks as well."""
 
