@@ -147,8 +147,7 @@ def run_on_ranks(
         function: A function that can be imported by its module and name.
         n: How many ranks.
         *arguments: What to call it with on every rank; must be picklable.
-        fresh: Use new processes with empty compile caches (one cache per rank, as on separate
-            hosts) instead of the pool's, and end them afterwards.
+        fresh: Use new processes with empty compile caches, one per rank, and end them afterwards.
         timeout: Seconds after which the ranks count as hung.
         device: ``"cpu"`` for gloo inside `cuda_on_cpu`, ``"cuda"`` for NCCL; ranks beyond the GPUs share them.
         jit: Compile Megatron's fused functions for real, see `cuda_on_cpu`.
