@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def points(documents: Sequence[dict[str, Any]], caches: str) -> dict[str, list[t
     for document in documents:
         for case in document["cases"]:
             if case["caches"].startswith(caches):
-                found.setdefault(case["name"], []).append((document["models"][case["name"]]["pp"], case))
+                name = re.sub(r"-pp\d+", "", case["name"])
+                found.setdefault(name, []).append((document["models"][case["name"]]["pp"], case))
     return {name: sorted(records, key=lambda record: record[0]) for name, records in found.items()}
 
 
