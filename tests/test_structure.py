@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer import TransformerConfig
 
 from pp_free_warmup._reach import DEPTH, Walk
 from pp_free_warmup._structure import Kept, structure_kept
@@ -249,6 +250,31 @@ def test_nothing_is_compiled_twice():
     torch._dynamo.reset()
 
     assert len(compiled) == 1
+
+
+def test_a_thread_that_reads_a_config_finds_every_field():
+    """Put back while it looks, Megatron's config is never half empty, whatever the block added, changed and deleted."""
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    names, stop, missing = list(vars(config)), threading.Event(), []
+    middle = names[len(names) // 2]
+
+    def read():
+        while not stop.is_set():
+            missing.extend(name for name in names if name != middle and name not in vars(config))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(500):
+        with structure_kept(config):
+            config.timers = number
+            config.added = number
+            if number % 2:
+                setattr(config, middle, vars(config).pop(middle))
+    stop.set()
+    reader.join()
+
+    assert missing == []
+    assert (list(vars(config)), config.timers) == (names, None)
 
 
 @pytest.mark.parametrize(
