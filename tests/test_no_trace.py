@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import another_file
 import numpy as np
 import pytest
 import torch
@@ -228,6 +229,17 @@ def _afresh() -> Any:
     return _with_globals
 
 
+def _weighed(iterator: Any, chunk: Any) -> Any:
+    """Return a loss that is bound to an object of another file, which no global of this one leads to."""
+    output, loss = models.forward_step(iterator, chunk)
+    return output, functools.partial(another_file.METER.weigh, loss)
+
+
+def _weighed_afresh() -> Any:
+    another_file.METER = another_file.Meter()
+    return _weighed
+
+
 STEPS_OF_TRAINERS: dict[str, Callable[[], Any]] = {
     "method": lambda: Owner().step,
     "object": Owner,
@@ -236,13 +248,14 @@ STEPS_OF_TRAINERS: dict[str, Callable[[], Any]] = {
     "wrapped": _wrapping,
     "closure": _closing,
     "globals": _afresh,
+    "loss of another file": _weighed_afresh,
 }
 
 
 @pytest.mark.parametrize("kind", STEPS_OF_TRAINERS)
 @ranks(2)
 def test_what_a_forward_step_holds_is_as_before(kind: str) -> None:
-    """Its object, a partial's arguments, a closure, globals: counters, lists and private random numbers."""
+    """Its object, a partial's arguments, a closure, globals, its loss: counters, lists and private random numbers."""
 
     def make(layout: Layout, seed: int) -> Training:
         return models.build(layout, seed, step=STEPS_OF_TRAINERS[kind]())
