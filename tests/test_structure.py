@@ -160,6 +160,22 @@ def test_what_comes_back_comes_back_when_the_block_raises(tree):
 
 
 @few
+@given(tree=trees, more=trees)
+def test_what_comes_back_may_be_nested(tree, more):
+    """Each level puts back what it found, what was added since the outer one began included."""
+    owner = SimpleNamespace(tree=tree)
+    before = shape(owner)
+    with structure_kept(owner):
+        owner.tree, owner.more = [more, tree], tree
+        between = shape(owner)
+        with structure_kept(owner):
+            disturb(owner)
+        assert shape(owner) == between
+
+    assert shape(owner) == before
+
+
+@few
 @given(tree=trees)
 def test_nothing_is_written_where_nothing_changed(tree):
     """To look is no change, and to put back what is there already is none either."""

@@ -27,7 +27,7 @@ from pp_free_warmup._wire import Parcel, Passage, is_wrong, read, text_of, told
 from pp_free_warmup.errors import UnsupportedSetup, WarmupFailed
 from pp_free_warmup.testing import models, ranks, run_on_ranks
 from pp_free_warmup.testing.models import Layout
-from pp_free_warmup.testing.parity import differences, record
+from pp_free_warmup.testing.parity import Script, differences, plain_step, record
 
 VARIABLE = replace(SMALL, seq=24, micro_batch=2, num_microbatches=4, variable_seq_lengths=True)
 LAYOUTS = {
@@ -52,6 +52,7 @@ def _compared(
     step: Any = models.forward_step,
     skipped: int = 0,
     around: Callable[[], Any] = nullcontext,
+    script: Script = plain_step,
     **keywords: Any,
 ) -> Made:
     """Train without and with a warmup; return what differs, and the report."""
@@ -69,8 +70,8 @@ def _compared(
         return blocks[0]
 
     with wires.chunks_are(kind), around():
-        cold = record(layout, 3, make=build)
-        found = differences(cold, record(layout, 3, around=warmed, make=build))
+        cold = record(layout, 3, make=build, script=script)
+        found = differences(cold, record(layout, 3, around=warmed, make=build, script=script))
     return found, blocks[0].report
 
 
@@ -121,6 +122,19 @@ def test_predictions_behind_the_hidden_states_are_guessed():
     if "mtp_standalone" not in TransformerConfig.__dataclass_fields__:
         pytest.skip("predictions in a stage of their own came with 0.16")
     for report in _on_ranks("predictions", wires.GPTModel):
+        assert (report.outcome, report.passes) == ("warmed", 1)
+
+
+def _widened_step(training: Any, schedule: Any, _number: int) -> list[Any]:
+    training.zero_grad()
+    return list(schedule(**training.schedule_arguments(), adjust_tensor_shapes_fn=wires.widened))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["two stages", "four stages", "fixed lengths"])
+def test_a_wire_that_the_caller_adjusts_is_guessed(layout):
+    """``adjust_tensor_shapes_fn`` says how wide student and teacher are together; the batch, how long."""
+    for report in _on_ranks(layout, wires.Distilling, script=_widened_step):
         assert (report.outcome, report.passes) == ("warmed", 1)
 
 

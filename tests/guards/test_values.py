@@ -65,8 +65,10 @@ def test_a_warmup_takes_no_memory_for_weights_that_lie_in_a_buffer_too():
     with pipeline_warmup() as warmup:
         call(training)
 
-    assert warmup.report.outcome == "warmed"
     assert _peak() - before < 2**26
+    assert warmup.report.outcome == "warmed"
+    assert set(warmup.report.memory) == set(warmup.report.to_dict()["memory"]) == {"buffers", "gradients"}
+    assert 0 < sum(warmup.report.memory.values()) < 2**20
 
 
 def test_all_copies_together_are_bounded(monkeypatch):
