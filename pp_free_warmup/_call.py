@@ -29,6 +29,7 @@ class ScheduleCall:
         schedule: The schedule function, as called.
         kept: Ids of the tensors that a guard puts back by value.
         taken: Bytes of memory that the warmup takes, by what for.
+        before_loss: Called in the pass with each loss function that the forward step returns, before it runs.
     """
 
     keywords: Mapping[str, Any]
@@ -41,6 +42,7 @@ class ScheduleCall:
     schedule: Callable[..., Any] | None = None
     kept: set[int] = field(default_factory=set, init=False, repr=False)
     taken: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    before_loss: list[Callable[[Any], None]] = field(default_factory=list, init=False, repr=False)
     _modules: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
     _others: list[torch.nn.Module] = field(default_factory=list, init=False, repr=False)
 

@@ -73,12 +73,12 @@ class CallerRandom:
         self._saved.append(_read())
 
     def also(self, generators: Iterable[Any]) -> None:
-        """Let the latest `read` cover private generators of torch, NumPy and Python, as they are now."""
+        """Let the latest `read` cover more private generators of torch, NumPy and Python, as they are now."""
         if not self._saved:
             return
         own = [torch.default_generator, *torch.cuda.default_generators]
-        private = [one for one in generators if not any(one is each for each in own)]
-        self._saved[-1] = replace(self._saved[-1], private=tuple((one, state_of(one)) for one in private))
+        private = [(one, state_of(one)) for one in generators if not any(one is each for each in own)]
+        self._saved[-1] = replace(self._saved[-1], private=(*self._saved[-1].private, *private))
 
     def set(self) -> None:
         """Put back what the latest `read` saved, and what `as_caller` drew since."""

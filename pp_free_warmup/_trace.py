@@ -39,8 +39,9 @@ BENIGN = (
     "megatron.core.tensor_parallel.random:_share_storage_ext",
     # This library's own stand-ins for the schedules, for as long as a block is open.
     "megatron.core.pipeline_parallel.schedules:forward_*",
-    # What torch.compile notes of code that stays compiled.
+    # What torch.compile notes of code that stays compiled, and by which address it knows a module that it wraps.
     "*._dynamo_*",
+    "*._torchdynamo_wrapper_id",
 )
 FILE = re.compile(r"([\w.]+):")
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import queue
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import another_file
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
@@ -22,11 +26,13 @@ from pipelines import SMALL, VIRTUAL
 
 from pp_free_warmup import _megatron as megatron
 from pp_free_warmup import pipeline_warmup, warm_first_call
+from pp_free_warmup._structure import structure_kept
+from pp_free_warmup._undo import swapped
 from pp_free_warmup.errors import TraceFound, WarmupFailed
 from pp_free_warmup.guards import keep_parameters
 from pp_free_warmup.testing import _chunks, models, ranks
 from pp_free_warmup.testing.models import Layout, Training
-from pp_free_warmup.testing.parity import differences, plain_step, record
+from pp_free_warmup.testing.parity import Script, differences, plain_step, record
 
 pytestmark = pytest.mark.ranks
 
@@ -34,7 +40,9 @@ STEPS = 4
 Plant = Callable[[Any, Training], None]
 
 
-def assert_equal(make: Callable[[Layout, int], Training], layout: Layout = SMALL, **options: Any) -> None:
+def assert_equal(
+    make: Callable[[Layout, int], Training], layout: Layout = SMALL, script: Script = plain_step, **options: Any
+) -> None:
     """Train without the warmup, again without, and with it; assert on this rank that all agree to the bit."""
     blocks: list[Any] = []
 
@@ -42,9 +50,10 @@ def assert_equal(make: Callable[[Layout, int], Training], layout: Layout = SMALL
         blocks.append(pipeline_warmup(training.chunks, **options))
         return blocks[-1]
 
-    cold = record(layout, STEPS, make=make)
-    assert differences(cold, record(layout, STEPS, make=make)) == []
-    assert differences(cold, record(layout, STEPS, make=make, around=around)) == []
+    recorded = functools.partial(record, layout, STEPS, make=make, script=script)
+    cold = recorded()
+    assert differences(cold, recorded()) == []
+    assert differences(cold, recorded(around=around)) == []
     assert blocks[0].report.outcome == "warmed"
 
 
@@ -220,6 +229,17 @@ def _afresh() -> Any:
     return _with_globals
 
 
+def _weighed(iterator: Any, chunk: Any) -> Any:
+    """Return a loss that is bound to an object of another file, which no global of this one leads to."""
+    output, loss = models.forward_step(iterator, chunk)
+    return output, functools.partial(another_file.METER.weigh, loss)
+
+
+def _weighed_afresh() -> Any:
+    another_file.METER = another_file.Meter()
+    return _weighed
+
+
 STEPS_OF_TRAINERS: dict[str, Callable[[], Any]] = {
     "method": lambda: Owner().step,
     "object": Owner,
@@ -228,18 +248,53 @@ STEPS_OF_TRAINERS: dict[str, Callable[[], Any]] = {
     "wrapped": _wrapping,
     "closure": _closing,
     "globals": _afresh,
+    "loss of another file": _weighed_afresh,
 }
 
 
 @pytest.mark.parametrize("kind", STEPS_OF_TRAINERS)
 @ranks(2)
 def test_what_a_forward_step_holds_is_as_before(kind: str) -> None:
-    """Its object, a partial's arguments, a closure, globals: counters, lists and private random numbers."""
+    """Its object, a partial's arguments, a closure, globals, its loss: counters, lists and private random numbers."""
 
     def make(layout: Layout, seed: int) -> Training:
         return models.build(layout, seed, step=STEPS_OF_TRAINERS[kind]())
 
     assert_equal(make)
+
+
+DEFERRED: queue.Queue[Callable[[], Any]] = queue.Queue()
+
+
+def _deferring(iterator: Any, chunk: Any) -> Any:
+    """Put off a part of each microbatch's backward, as schedules that split it do."""
+    weight = next(chunk.parameters())
+    DEFERRED.put(lambda: weight.main_grad.add_(1e-2))
+    return models.forward_step(iterator, chunk)
+
+
+def _flushing(training: Training, schedule: Any, number: int) -> list[Any]:
+    losses = plain_step(training, schedule, number)
+    while not DEFERRED.empty():
+        DEFERRED.get()()
+    return losses
+
+
+@ranks(2)
+def test_backwards_that_were_put_off_in_the_pass_are_seen() -> None:
+    """A queue that threads may fill is left to them; where the pass puts closures into one, verify names it."""
+    training = models.build(SMALL, step=_deferring)
+    with pytest.raises(TraceFound, match=r"DEFERRED\.queue\[0\]"), pipeline_warmup(training.chunks, verify=True):
+        training.step()
+
+    DEFERRED.queue.clear()
+
+
+@ranks(2)
+def test_backwards_that_were_put_off_in_the_pass_are_never_run_where_the_queue_is_kept() -> None:
+    """With a guard for it, a queue that is flushed after the schedule has none of the warmup's: gradients are equal."""
+    keep = [lambda _call: structure_kept(DEFERRED)]
+    assert_equal(functools.partial(models.build, step=_deferring), script=_flushing, extra_guards=keep)
 
 
 # --- parameters that a forward writes ---
@@ -308,6 +363,7 @@ def test_a_trace_on_one_rank_stops_the_others() -> None:
 # --- log-probs in inference mode ---
 
 QUIET = replace(SMALL, dropout=0.0)
+WARMUPS: list[Any] = []
 
 
 def _log_probs(training: Training, schedule: Any) -> list[Any]:
@@ -323,7 +379,10 @@ def _log_probs_and_step(training: Training, schedule: Any, number: int) -> list[
 
 
 def _decorated(training: Training, schedule: Any, number: int) -> list[Any]:
-    return _log_probs_and_step(training, warm_first_call(schedule) if number == 0 else schedule, number)
+    if number == 0:
+        schedule = warm_first_call(schedule)
+        WARMUPS.append(schedule.warmup)
+    return _log_probs_and_step(training, schedule, number)
 
 
 def _log_probs_before(around: Any) -> Any:
@@ -335,7 +394,8 @@ def _log_probs_before(around: Any) -> Any:
 
 
 def _block(training: Training) -> Any:
-    return pipeline_warmup(training.chunks)
+    WARMUPS.append(pipeline_warmup(training.chunks))
+    return WARMUPS[-1]
 
 
 def _no_block(_training: Training) -> Any:
@@ -356,7 +416,9 @@ def test_log_probs_in_inference_mode_leave_training_as_it_is(layout: Layout, for
     """What they left behind are inference tensors, which nobody may write to elsewhere."""
     cold, warmed = (record(layout, STEPS, script=script, around=around) for script, around in FORMS[form])
 
+    kinds = ["training"] if form == "before a block" else ["forward-only", "training"]
     assert differences(cold, warmed) == []
+    assert [(each.kind, each.outcome) for each in WARMUPS.pop().reports] == [(kind, "warmed") for kind in kinds]
 
 
 # --- multi-latent attention with YaRN, fused ---
@@ -400,8 +462,9 @@ def _key_and_value(
 class Attention(DotProductAttention):
     """Megatron's own attention, which is not told the channels that it has anyway."""
 
-    def __init__(self, *arguments: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, config: Any, *arguments: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
+        with swapped(config, "context_parallel_size", 1):  # each rank attends to its own part of the sequence
+            super().__init__(config, *arguments, **named)
 
 
 def _latent(layout: Layout, seed: int) -> Training:
@@ -415,11 +478,56 @@ def _latent(layout: Layout, seed: int) -> Training:
     return training
 
 
-@ranks(2)
-def test_yarn_tables_are_as_long_as_the_sequence() -> None:
-    """A table longer than the original one is made in the pass, and must not leave its length behind."""
+@contextmanager
+def _fused() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multi_latent_attention, "TELinear", Attention, raising=False)  # a class to compare with
         patch.setattr(multi_latent_attention, "fused_apply_mla_rope_for_q", _query)
         patch.setattr(multi_latent_attention, "fused_apply_mla_rope_for_kv", _key_and_value)
+        yield
+
+
+@ranks(2)
+def test_yarn_tables_are_as_long_as_the_sequence() -> None:
+    """A table longer than the original one is made in the pass, and must not leave its length behind."""
+    with _fused():
         assert_equal(_latent, LONGER)
+
+
+# The original table is longer than the sequence, and of another dtype: the first forward makes one of 32 positions.
+SHARED = replace(
+    LONGER,
+    bf16=True,
+    options={**LONGER.options, "original_max_position_embeddings": 64, "context_parallel_size": 2},
+)
+
+
+def _own_part(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut the sequence in four; a rank has one part from the front and its counterpart from the back."""
+    rank = parallel_state.get_context_parallel_rank()
+    parts = {name: value.chunk(4, dim=1) for name, value in batch.items()}
+    return {name: torch.cat([part[rank], part[3 - rank]], dim=1) for name, part in parts.items()}
+
+
+def _latent_in_parts(built: list[Training], layout: Layout, seed: int) -> Training:
+    with pytest.MonkeyPatch.context() as patch:
+        start = functools.partial(parallel_state.initialize_model_parallel, context_parallel_size=2)
+        patch.setattr(parallel_state, "initialize_model_parallel", start)
+        training = _latent(layout, seed)
+    training.iterators = [None if each is None else map(_own_part, each) for each in training.iterators]
+    built.append(training)
+    return training
+
+
+@ranks(4)
+def test_yarn_positions_are_those_of_the_ranks_part_of_the_sequence() -> None:
+    """With context parallelism a rank's table has the first and the last part that are its own."""
+    built: list[Training] = []
+    with _fused():
+        assert_equal(functools.partial(_latent_in_parts, built), SHARED)
+    [rotary] = {module for module in built[-1].chunks[0].modules() if isinstance(module, YarnRotaryEmbedding)}
+    rank = parallel_state.get_context_parallel_rank()
+    own = [*range(8 * rank, 8 * rank + 8), *range(24 - 8 * rank, 32 - 8 * rank)]
+    angles, scale = rotary.get_emb(32)
+
+    assert torch.equal(rotary.cos_cached, (angles[own].cos() * scale).bfloat16())

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import wrapt
+from megatron.core import parallel_state
 from torch.nn import Linear
 
 from pp_free_warmup._trace import changes, observed
@@ -56,6 +57,17 @@ class Calling:
     def count(self, *_: Any) -> None:
         """Count in a field."""
         self.steps += 1
+
+
+class Holding:
+    """Has its counter in a namespace."""
+
+    def __init__(self) -> None:
+        self.args = SimpleNamespace(steps=0)
+
+    def count(self, *_: Any) -> None:
+        """Count in the namespace."""
+        self.args.steps += 1
 
 
 class Slotted:
@@ -256,6 +268,7 @@ SEEN: dict[str, tuple[Callable[[], Case], str]] = {
     "namespace in a closure": (lambda: Case(_into(SimpleNamespace(steps=0))), "closure holder.steps: 0 -> 1"),
     "callable object": (lambda: Case(Calling()), "forward_step_func.steps: 0 -> 1"),
     "method": (lambda: Case(Calling().count), "forward_step_func self.steps: 0 -> 1"),
+    "namespace of a method's object": (lambda: Case(Holding().count), "forward_step_func self.args.steps: 0 -> 1"),
     "slot": (lambda: Case(Slotted().count), "forward_step_func self._Slotted__steps: 0 -> 1"),
     "method of a partial": (lambda: Case(functools.partial(Calling().count, 1)), "function self.steps: 0 -> 1"),
     "partial argument": (
@@ -380,6 +393,28 @@ class OwnMapping(Mapping):  # type: ignore[type-arg]
         raise AssertionError("a mapping's own code ran")
 
     __getitem__ = __iter__ = __len__ = keys = values = items = _load
+
+
+LAZY: dict[str, Callable[[], Any]] = {"ordered dict": LazyMapping, "mapping": OwnMapping}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_lazy_mapping_in_a_file_of_megatrons_is_not_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries leave theirs among Megatron's globals; one that is iterated imports the whole library."""
+    monkeypatch.setattr(parallel_state, "_LAZY", LAZY[kind](), raising=False)
+    assert "megatron.core.parallel_state:_LAZY" in observed().fields
+
+
+def _in_megatrons_namespace(*_: Any) -> None:
+    parallel_state._ARGUMENTS.steps += 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, argparse.Namespace])
+def test_a_namespace_in_a_file_of_megatrons_is_seen(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM keeps its arguments and counters in one."""
+    monkeypatch.setattr(parallel_state, "_ARGUMENTS", kind(steps=0), raising=False)
+    path = "megatron.core.parallel_state:_ARGUMENTS.steps: 0 -> 1"
+    assert path in "\n".join(_left_by(Case(_in_megatrons_namespace)))
 
 
 class Unwilling:

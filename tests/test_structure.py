@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer import TransformerConfig
 
 from pp_free_warmup._reach import DEPTH, Walk
 from pp_free_warmup._structure import Kept, structure_kept
@@ -159,6 +160,22 @@ def test_what_comes_back_comes_back_when_the_block_raises(tree):
 
 
 @few
+@given(tree=trees, more=trees)
+def test_what_comes_back_may_be_nested(tree, more):
+    """Each level puts back what it found, what was added since the outer one began included."""
+    owner = SimpleNamespace(tree=tree)
+    before = shape(owner)
+    with structure_kept(owner):
+        owner.tree, owner.more = [more, tree], tree
+        between = shape(owner)
+        with structure_kept(owner):
+            disturb(owner)
+        assert shape(owner) == between
+
+    assert shape(owner) == before
+
+
+@few
 @given(tree=trees)
 def test_nothing_is_written_where_nothing_changed(tree):
     """To look is no change, and to put back what is there already is none either."""
@@ -249,6 +266,28 @@ def test_nothing_is_compiled_twice():
     torch._dynamo.reset()
 
     assert len(compiled) == 1
+
+
+def test_a_thread_that_reads_a_config_finds_every_field():
+    """Put back while it looks, Megatron's config is never half empty, whatever the block added and changed."""
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    names, stop, missing = list(vars(config)), threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            missing.extend(name for name in names if name not in vars(config))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(500):
+        with structure_kept(config):
+            vars(config).update(dict.fromkeys(names[::2], number))
+            config.added = number
+    stop.set()
+    reader.join()
+
+    assert missing == []
+    assert (list(vars(config)), config.timers) == (names, None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from pp_free_warmup._wire import Parcel, Passage, is_wrong, read, text_of, told
 from pp_free_warmup.errors import UnsupportedSetup, WarmupFailed
 from pp_free_warmup.testing import models, ranks, run_on_ranks
 from pp_free_warmup.testing.models import Layout
-from pp_free_warmup.testing.parity import differences, record
+from pp_free_warmup.testing.parity import Script, differences, plain_step, record
 
 VARIABLE = replace(SMALL, seq=24, micro_batch=2, num_microbatches=4, variable_seq_lengths=True)
 LAYOUTS = {
@@ -40,6 +40,8 @@ LAYOUTS = {
         replace(VARIABLE, pp=4, mtp=1, options={"pipeline_model_parallel_layout": "E|tt|m|L"}),
     ),
     "virtual stages": (2, replace(VARIABLE, vp=2, layers=4)),
+    "fixed lengths": (2, replace(VARIABLE, variable_seq_lengths=False)),
+    "virtual stages, fixed lengths": (2, replace(VARIABLE, vp=2, layers=4, variable_seq_lengths=False)),
 }
 Made = tuple[list[str], Any]
 
@@ -50,6 +52,7 @@ def _compared(
     step: Any = models.forward_step,
     skipped: int = 0,
     around: Callable[[], Any] = nullcontext,
+    script: Script = plain_step,
     **keywords: Any,
 ) -> Made:
     """Train without and with a warmup; return what differs, and the report."""
@@ -67,8 +70,8 @@ def _compared(
         return blocks[0]
 
     with wires.chunks_are(kind), around():
-        cold = record(layout, 3, make=build)
-        found = differences(cold, record(layout, 3, around=warmed, make=build))
+        cold = record(layout, 3, make=build, script=script)
+        found = differences(cold, record(layout, 3, around=warmed, make=build, script=script))
     return found, blocks[0].report
 
 
@@ -119,6 +122,19 @@ def test_predictions_behind_the_hidden_states_are_guessed():
     if "mtp_standalone" not in TransformerConfig.__dataclass_fields__:
         pytest.skip("predictions in a stage of their own came with 0.16")
     for report in _on_ranks("predictions", wires.GPTModel):
+        assert (report.outcome, report.passes) == ("warmed", 1)
+
+
+def _widened_step(training: Any, schedule: Any, _number: int) -> list[Any]:
+    training.zero_grad()
+    return list(schedule(**training.schedule_arguments(), adjust_tensor_shapes_fn=wires.widened))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["two stages", "four stages", "fixed lengths"])
+def test_a_wire_that_the_caller_adjusts_is_guessed(layout):
+    """``adjust_tensor_shapes_fn`` says how wide student and teacher are together; the batch, how long."""
+    for report in _on_ranks(layout, wires.Distilling, script=_widened_step):
         assert (report.outcome, report.passes) == ("warmed", 1)
 
 
@@ -177,23 +193,33 @@ class _Wider:
             return [(*sizes, streams, hidden) if self._dimensions == 4 else (*sizes, streams * hidden)]
 
         get_tensor_shapes.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-        communicator = p2p_communication.P2PCommunicator
-        source = textwrap.dedent(inspect.getsource(communicator._communicate_shapes))
-        made: dict[str, Any] = {}
-        exec(source.replace("(3,)", f"({self._dimensions},)"), vars(p2p_communication), made)
-        assert source.count("(3,)") == 2
         self._patch.setattr(schedules, "get_tensor_shapes", get_tensor_shapes)
-        self._patch.setattr(communicator, "_communicate_shapes", made["_communicate_shapes"])
+        self._rewrite(p2p_communication.P2PCommunicator._communicate_shapes, "(3,)", f"({self._dimensions},)", 2)
+        sizes = f"{streams}, config.hidden_size" if self._dimensions == 4 else f"{streams} * config.hidden_size"
+        interleaved = schedules.forward_backward_pipelining_with_interleaving
+        self._rewrite(interleaved, "micro_batch_size, config.hidden_size]", f"micro_batch_size, {sizes}]", 1)
+
+    def _rewrite(self, function: Any, old: str, new: str, times: int) -> None:
+        """Put a function whose source has *new* in place of *old* where it is."""
+        source, made = textwrap.dedent(inspect.getsource(function)), dict[str, Any]()
+        assert source.count(old) == times
+        exec(source.replace(old, new), function.__globals__, made)
+        *home, name = function.__qualname__.split(".")
+        owner = getattr(p2p_communication, home[0]) if home else schedules
+        self._patch.setattr(owner, name, made[name])
 
     def __exit__(self, *_error: object) -> None:
         self._patch.undo()
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["two stages", "virtual stages"])
+@pytest.mark.parametrize("layout", ["two stages", "virtual stages", "fixed lengths", "virtual stages, fixed lengths"])
 @pytest.mark.parametrize(("kind", "dimensions"), [(wires.Stacking, 4), (wires.Streaming, 3)])
 def test_dimensions_and_widths_are_the_releases_own(kind, dimensions, layout):
-    """Streams on an axis of their own, with four sizes exchanged, or in the last one: right in one pass."""
+    """Streams on an axis of their own, with four sizes exchanged, or in the last one: right in one pass.
+
+    The interleaved schedule, which writes a fixed shape down itself, is widened as Megatron's branch dev has it.
+    """
     for report in _on_ranks(layout, kind, around=partial(_Wider, dimensions)):
         assert (report.outcome, report.passes) == ("warmed", 1)
 

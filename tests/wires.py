@@ -66,6 +66,13 @@ class Distilling(Sending):
         return torch.cat([output, teacher], -1)
 
 
+def widened(receive: Any, send: Any) -> tuple[Any, Any]:
+    """Make room for the teacher in what stages exchange: an ``adjust_tensor_shapes_fn``, as distillation has."""
+    return tuple(
+        [(*shape[:-1], shape[-1] + TEACHER) if shape else shape for shape in given] for given in (receive, send)
+    )
+
+
 class Streaming(Sending):
     """Two residual streams side by side on the last axis."""
 

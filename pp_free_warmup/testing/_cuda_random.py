@@ -95,10 +95,11 @@ class OneGenerator(tuple[CudaGenerator, ...]):
 
 
 def on_cpu(factory: F) -> F:
-    """Wrap a tensor factory so that ``device="cuda"`` gives a CPU tensor."""
+    """Wrap a tensor factory so that ``device="cuda"`` gives a CPU tensor, and pinned memory is plain memory."""
 
     @functools.wraps(factory)
     def made(*args: Any, **keywords: Any) -> Any:
+        keywords.pop("pin_memory", None)
         if _is_cuda(keywords.get("device")):
             keywords["device"] = "cpu"
         return factory(*args, **keywords)

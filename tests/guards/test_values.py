@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from case import call_of
+from pipelines import call, pipeline
 
-from pp_free_warmup import _values, guards
+from pp_free_warmup import _megatron as megatron
+from pp_free_warmup import _values, guards, pipeline_warmup
 from pp_free_warmup.errors import RestoreFailed, TraceFound
 from pp_free_warmup.guards import gradients, guarded, keep_parameters
+from pp_free_warmup.testing import ranks
 
 
 class Experts(torch.nn.Module):
@@ -38,6 +42,33 @@ def test_a_large_buffer_costs_no_memory():
 
     assert [id(one) for one in copied] == [id(model.counted)]
     assert {id(one) for one in watched} == {id(model.weight), id(model.together)}
+
+
+def _peak() -> int:
+    """Return the most memory that this process has held since the last call, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [peak] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak
+
+
+@pytest.mark.ranks
+@ranks(2)
+def test_a_warmup_takes_no_memory_for_weights_that_lie_in_a_buffer_too():
+    """Weights of 256 MiB that are one buffer as well are there once, during the pass as before it."""
+    training = pipeline()
+    layer = megatron.unwrapped(training.chunks[0]).decoder.layers[0].mlp
+    layer.weights = torch.nn.Parameter(torch.ones(2**26), requires_grad=False)
+    layer.register_buffer("together", layer.weights.detach())
+    _peak()
+    before = _peak()
+    with pipeline_warmup() as warmup:
+        call(training)
+
+    assert _peak() - before < 2**26
+    assert warmup.report.outcome == "warmed"
+    assert set(warmup.report.memory) == set(warmup.report.to_dict()["memory"]) == {"buffers", "gradients"}
+    assert 0 < sum(warmup.report.memory.values()) < 2**20
 
 
 def test_all_copies_together_are_bounded(monkeypatch):

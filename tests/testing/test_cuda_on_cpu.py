@@ -100,6 +100,13 @@ def test_factories_make_cpu_tensors(name: str) -> None:
             assert getattr(torch, name)(2, device=device).device.type == "cpu"
 
 
+def test_pinned_memory_is_plain_memory() -> None:
+    """What Megatron pins to copy it to a device is made where nothing can be pinned too."""
+    with cuda_on_cpu():
+        assert torch.tensor([1, 2], device="cpu", pin_memory=True).cuda(non_blocking=True).tolist() == [1, 2]
+        assert not torch.empty(2, pin_memory=True).is_pinned()
+
+
 def test_tensors_call_themselves_cuda() -> None:
     """``Tensor.cuda`` is the tensor itself, and ``Tensor.type`` gives the text Megatron's optimizer asks for."""
     with cuda_on_cpu():

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import random as megatron_random
 
+from pp_free_warmup import _megatron as megatron
 from pp_free_warmup._state_walk import StateWalk
 from pp_free_warmup.testing import run_on_ranks
 from pp_free_warmup.testing._recording import without_identity
-from pp_free_warmup.testing.models import Layout, Training
+from pp_free_warmup.testing.models import Layout, Training, build
 from pp_free_warmup.testing.parity import differences, record
 
 SMALL = Layout(layers=2)
@@ -143,3 +144,19 @@ def test_an_address_in_a_key_is_no_state() -> None:
 
     assert first.fields != second.fields
     assert without_identity(first.fields) == without_identity(second.fields)
+
+
+def _compiled(layout: Layout, seed: int) -> Training:
+    training = build(layout, seed)
+    for layer in megatron.unwrapped(training.chunks[0]).decoder.layers:
+        layer.mlp = torch.compile(layer.mlp, backend="eager")
+    return training
+
+
+def _compare_compiled() -> list[str]:
+    return differences(*(record(SMALL, 2, make=_compiled) for _ in range(2)))
+
+
+def test_a_compiled_module_is_recorded() -> None:
+    """A model with compiled parts runs and is written down like any other."""
+    assert run_on_ranks(_compare_compiled, 2) == [[], []]
