@@ -94,9 +94,10 @@ def test_a_wire_of_ones_own_is_warmed_in_a_second_pass(kind, layout):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["two stages", "four stages"])
-def test_a_step_that_halves_what_arrives_is_warmed(layout):
-    """It reads its input before it calls the model, for reference and policy: the second pass has it in place."""
-    for report in _on_ranks(layout, step=wires.preferring_step, kind=wires.GPTModel):
+@pytest.mark.parametrize("step", [wires.preferring_step, wires.unpaired_step])
+def test_a_step_that_divides_what_arrives_is_warmed(step, layout):
+    """It divides its input among reference and policy before it calls the model: the second pass has it in place."""
+    for report in _on_ranks(layout, step=step, kind=wires.GPTModel):
         assert (report.outcome, report.passes) == ("warmed", 2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -179,8 +179,26 @@ def preferring_step(iterator: Any, chunk: Any) -> tuple[Any, Loss]:
     return policy - 0.5 * reference, partial(models.token_loss, batch["loss_mask"])
 
 
-def _run(chunk: Any, batch: Any) -> Any:
-    return chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+def _run(chunk: Any, batch: Any, length: int | None = None) -> Any:
+    tokens, positions, labels = (batch[name][:, :length] for name in ("tokens", "position_ids", "labels"))
+    return chunk(tokens, positions, None, labels=labels)
+
+
+def unpaired_step(iterator: Any, chunk: Any) -> tuple[Any, Loss]:
+    """Take three parts of two lengths from what arrives: reference, a shorter text for the baseline, policy."""
+    batch, inner = next(iterator), megatron.unwrapped(chunk)
+    whole = batch["tokens"].shape[1]
+    lengths = [whole, whole // 2, whole]
+    arrived, made = inner.decoder.input_tensor, []
+    parts = [None] * len(lengths) if arrived is None else arrived.split(lengths)
+    for part, length, learns in zip(parts, lengths, (False, False, True), strict=True):
+        inner.set_input_tensor(part)
+        with nullcontext() if learns else torch.no_grad():
+            made.append(_run(chunk, batch, length))
+    if not inner.post_process:
+        return torch.cat(made), models.token_loss
+    reference, baseline, policy = made
+    return policy - 0.5 * reference - baseline.mean(), partial(models.token_loss, batch["loss_mask"])
 
 
 def masked_step(iterator: Any, chunk: Any) -> tuple[Any, Loss]:
