@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Sequence
 
 from pp_free_warmup import __version__
-from pp_free_warmup._cli import bench, demo, doctor
+from pp_free_warmup._cli import bench, demo, doctor, run
 
-COMMANDS = (demo, bench, doctor)
+COMMANDS = (demo, run, bench, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -57,7 +57,7 @@ def test_the_version_is_the_packages(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["doctor", "--help"]], ids=" ".join
+    "arguments", [["--help"], *([command, "--help"] for command in ("demo", "run", "bench", "doctor"))], ids=" ".join
 )
 def test_help_is_light(arguments):
     """Help is printed without importing torch or Megatron."""
