@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pp_free_warmup._channels import prime_channels
     from pp_free_warmup._decorator import warm_first_call
     from pp_free_warmup._ledger import in_warmup
+    from pp_free_warmup._now import warmup_now
     from pp_free_warmup._report import WarmupReport
     from pp_free_warmup._warmup import pipeline_warmup
 
@@ -29,6 +30,7 @@ __all__ = [
     "prime_channels",
     "testing",
     "warm_first_call",
+    "warmup_now",
 ]
 
 __version__ = "0.1.0"
@@ -41,6 +43,7 @@ _HOMES = {
     "pipeline_warmup": "_warmup",
     "prime_channels": "_channels",
     "warm_first_call": "_decorator",
+    "warmup_now": "_now",
 }
 
 

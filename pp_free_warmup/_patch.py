@@ -139,6 +139,13 @@ def original_of(function: Any) -> Schedule | None:
     return next((original for original in originals if original is function), None)
 
 
+def inner_schedule(function: Schedule) -> Schedule:
+    """Return what stands behind the wrapper of an armed block; any other function as it is."""
+    with _lock:
+        behind = [original for original, wrapper in _stay.replaced.values() if wrapper is function]
+    return next(iter(behind), function)
+
+
 def refuse_positional(args: tuple[Any, ...]) -> None:
     """Raise if a schedule was called with positional arguments (its own are keyword-only).
 

@@ -146,27 +146,29 @@ class PipelineWarmup:
 
     def run(self, schedule: Callable[..., Any], keywords: dict[str, Any]) -> Any:
         """Warm up if that is still to be done, then run the schedule for real."""
+        return schedule(**self.prepare(schedule, keywords))
+
+    def prepare(self, schedule: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
+        """Warm up if that is still to be done; return what to call the real schedule with."""
         self.called = True
         _patch.reached()
         kind = kind_of(bool(keywords.get("forward_only", False)))
-        if ledger.running_here:
-            return schedule(**keywords)
+        if ledger.running_here or (_is_settled(keywords, kind) and not ledger.taken):
+            return keywords
         if ledger.page(first_chunk(keywords), kind) is None:
             refuse_impossible(keywords)
-        if _is_settled(keywords, kind) and not ledger.taken:
-            return schedule(**keywords)
         with ledger.turn(self._options.timeout or DEFAULT_PATIENCE_S):
-            if not _is_settled(keywords, kind):
-                known = len(self.reports)
-                keywords = self._prepared(schedule, keywords, kind)
-                self._tell_others(keywords, self.reports[known:])
-        return schedule(**keywords)
+            if _is_settled(keywords, kind):
+                return keywords
+            known = len(self.reports)
+            keywords = self._prepared(schedule, keywords, kind)
+            self._tell_others(keywords, self.reports[known:])
+        return keywords
 
     def _tell_others(self, keywords: Mapping[str, Any], reports: list[WarmupReport]) -> None:
         """Let the other armed blocks of this model report what this one did in their stead."""
-        for block in {id(block): block for block in _patch.armed() if block is not self}.values():
-            if block.takes(keywords):
-                block.reports.extend(reports)
+        for block in {id(each): each for each in _patch.armed() if each is not self and each.takes(keywords)}.values():
+            block.reports.extend(reports)
 
     def _prepared(self, schedule: Callable[..., Any], keywords: dict[str, Any], kind: str) -> dict[str, Any]:
         """Do what this call still needs; return the keywords for the real schedule."""

@@ -18,6 +18,7 @@ from pp_free_warmup import (
     pipeline_warmup,
     prime_channels,
     warm_first_call,
+    warmup_now,
 )
 from pp_free_warmup.guards import Guard, ScheduleCall
 
@@ -47,6 +48,11 @@ def around_the_loop(models: list[torch.nn.Module], arguments: argparse.Namespace
         report_to="report.json",
     ):
         prime_channels(models)
+
+
+def before_the_checkpoint(model: torch.nn.Module, step: Callable[..., Any]) -> str:
+    """Warm without a step."""
+    return warmup_now(model, batch={}, forward_step_func=step, num_microbatches=1, channels="all").outcome
 
 
 @contextmanager
