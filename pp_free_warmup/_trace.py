@@ -42,6 +42,8 @@ BENIGN = (
     # What torch.compile notes of code that stays compiled, and by which address it knows a module that it wraps.
     "*._dynamo_*",
     "*._torchdynamo_wrapper_id",
+    # A warning that is given once per process: the pass gives it in the real step's stead.
+    "megatron.* attribute warned",
 )
 FILE = re.compile(r"([\w.]+):")
 

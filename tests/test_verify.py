@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import another_file
@@ -200,3 +202,20 @@ def test_what_the_forward_step_changes_beside_fetching_is_a_trace() -> None:
 
     training.forward_step = step
     _assert_stops(training, "test_verify:Hiding.calls_of_all: ")
+
+
+@ranks(4)
+def test_a_warning_that_is_given_once_is_no_trace(monkeypatch):
+    """Megatron warns of a variable with tensor parallelism, once per process; a verified warmup may be that once."""
+    from megatron.core.tensor_parallel import layers
+
+    linear = layers.linear_with_grad_accumulation_and_async_allreduce
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(linear, "warned", False)
+    training = models.build(replace(SMALL, tp=2))
+    with warnings.catch_warnings(), pipeline_warmup(training.chunks, training.optimizer, verify=True) as warmup:
+        warnings.simplefilter("ignore")
+        training.step()
+
+    assert warmup.report.outcome == "warmed"
+    assert linear.warned
