@@ -24,6 +24,8 @@ CLOSED = COMPILERS | THREADS | LIBRARY | {"pp_free_warmup"}
 NUMBERS = (bool, int, float, str)  # variables of these kinds are counters and flags
 # Whose holder is written to by other threads too: putting its containers back could lose what they have put in.
 WORKERS = (threading.Thread, concurrent.futures.Executor, BaseProcess, queue.Queue, queue.SimpleQueue)
+# By what an optimizer that is none of torch's, such as Megatron's, is known; a trainer that steps has no groups.
+OPTIMIZER = ("step", "zero_grad", "param_groups")
 OURS_FOR_TESTS = "pp_free_warmup.testing"
 
 UNKNOWN = -1
@@ -82,10 +84,10 @@ def _is_open(of: type) -> bool:
     home = str(of.__module__)
     if home.partition(".")[0] in CLOSED and not home.startswith(OURS_FOR_TESTS):
         return False
-    steps = hasattr(of, "step") and hasattr(of, "zero_grad")  # an optimizer: never touched
+    optimizes = issubclass(of, torch.optim.Optimizer) or all(hasattr(of, name) for name in OPTIMIZER)  # never touched
     advances = hasattr(of, "__next__")  # what a fetch takes from it is gone, and is served again
     has_fields = of.__dictoffset__ != 0 or any("__slots__" in vars(base) for base in of.__mro__)
-    return has_fields and not steps and not advances
+    return has_fields and not optimizes and not advances
 
 
 def slots_of(of: type) -> tuple[Any, ...]:

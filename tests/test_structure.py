@@ -464,3 +464,26 @@ def test_an_engine_of_two_hundred_fields_is_no_burden():
     before = Walk().from_step([functools.partial(print, engine)])
 
     assert len(before.fields) <= 6
+
+
+class Engine:
+    """A trainer that steps and zeroes gradients, as an optimizer does, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def step(self) -> None:
+        """Count."""
+        self.calls += 1
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
+
+
+def test_a_trainer_that_steps_is_no_optimizer():
+    """Only what has parameter groups, or is one of torch's, is left alone."""
+    engine = Engine()
+    with structure_kept([engine]):
+        engine.step()
+
+    assert engine.calls == 0
