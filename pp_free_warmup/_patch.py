@@ -143,7 +143,7 @@ def inner_schedule(function: Schedule) -> Schedule:
     """Return what stands behind the wrapper of an armed block; any other function as it is."""
     with _lock:
         behind = [original for original, wrapper in _stay.replaced.values() if wrapper is function]
-    return next(iter(behind), function)
+    return behind[0] if behind else function
 
 
 def refuse_positional(args: tuple[Any, ...]) -> None:

@@ -136,14 +136,15 @@ def _keywords(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> di
 def _execute(words: list[str], *, is_module: bool) -> None:
     """Run a script or module as ``__main__``, with its own arguments and import path."""
     sys.argv = list(words)
+    sys.path[0] = str(Path.cwd() if is_module else Path(words[0]).resolve().parent)
     if is_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        return
-    sys.path[0] = str(Path(words[0]).resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    else:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _tell(block: PipelineWarmup) -> None:
     """Print every report, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(*map(str, block.reports), sep="\n", flush=True)
+        for report in block.reports:
+            print(report, flush=True)
